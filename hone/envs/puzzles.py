@@ -140,7 +140,10 @@ class Verifier:
         self._idle.put(process)
         if "error" in replies[0]:
             raise VerifierFailed(replies[0]["error"])
-        return float(replies[0]["score"])
+        try:
+            return float(replies[0]["score"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise VerifierFailed(f"its process gave {replies[0]!s:.200} where a score was due") from error
 
     def _free_process(self) -> RequestProcess:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,26 +108,46 @@ def build_model(build: BuildConfig, dtype: torch.dtype) -> PreTrainedModel:
 def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
     """A new folder beside `folder` to write into. It takes the place of `folder` at the end, or is removed on an error.
 
-    Without `writes`, another rank writes: nothing is removed or moved here.
+    Without `writes`, another rank writes: nothing is removed or moved here. Raises BlockingIOError if another process
+    is writing `folder`.
     """
     folder = folder.resolve()  # a link to another disk stays one
     partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     if not writes:
         yield partial
         return
-    if old.exists() and not folder.exists():  # a process was killed between the two renames below
-        old.rename(folder)
-    for one in (partial, old):  # of a process that was killed
-        shutil.rmtree(one, ignore_errors=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with _alone(folder.with_name(f".{folder.name}.lock")):
+        if old.exists() and not folder.exists():  # a process was killed between the two renames below
+            old.rename(folder)
+        for one in (partial, old):  # of a process that was killed
+            shutil.rmtree(one, ignore_errors=True)
+        try:
+            yield partial
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock file: two processes that write one folder would remove each other's files.
+
+    The kernel releases the lock of a process that is killed. Raises BlockingIOError if another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a", encoding="utf-8") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(error.errno, "another process is writing it", str(lock)) from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def save_configs(model: Any, config: Any, folder: Path) -> None:

@@ -26,7 +26,7 @@ from hone.processes.frames import BrokenFrame, encode_value
 from hone.processes.request_process import ChildLost, RequestProcess
 from hone.processes.restarts import Restarts
 from hone.rewards.hosting.lateness import LATE_IN_A_ROW, PROBES, tell, why_passed_over
-from hone.rewards.hosting.processes import START_TIMEOUT_S, Hosting
+from hone.rewards.hosting.processes import START_TIMEOUT_S, Hosting, Loaded
 from hone.tracking.base import during
 from hone.types import Trajectory
 
@@ -190,12 +190,9 @@ class RewardPool:
         process = RequestProcess(hosting.child(index))
         self._processes[index] = process
         try:
-            loaded = process.hello({"components": self.components}, hosting.start_timeout_s)
-            if "error" in loaded:
-                raise ConfigError(loaded["error"])
-            self._concurrent = frozenset(loaded["concurrent"])
-            self.needs_ground_truth = tuple(loaded.get("needs_ground_truth", ()))
-            self.whole_groups = frozenset(loaded.get("whole_groups", ()))
+            loaded = Loaded.of(process.hello({"components": self.components}, hosting.start_timeout_s))
+            self._concurrent, self.whole_groups = loaded.concurrent, loaded.whole_groups
+            self.needs_ground_truth = loaded.needs_ground_truth
         except BaseException:
             self._kill(index)
             raise

@@ -152,7 +152,7 @@ def check_sampling(request_id: str, sampling: SamplingParams, vocabulary: int, h
     checks = (
         ("max_tokens", sampling.max_tokens, "at least 1", sampling.max_tokens >= 1),
         ("temperature", sampling.temperature, "finite and at least 0", 0 <= sampling.temperature < math.inf),
-        ("top_k", sampling.top_k, "at least 0 (0: off)", sampling.top_k >= 0),
+        ("top_k", sampling.top_k, "at least 0 (0: off) and below 2^31", 0 <= sampling.top_k < 1 << 31),
         ("top_p", sampling.top_p, "above 0 and at most 1", 0 < sampling.top_p <= 1),
         ("min_p", sampling.min_p, "between 0 and 1", 0 <= sampling.min_p <= 1),
         ("stop", sampling.stop, "strings that are not empty", all(sampling.stop)),

@@ -73,7 +73,7 @@ def ran_of(reply: Mapping[str, Any]) -> Ran:
         stderr=base64.b64decode(reply["stderr"]),
         seconds=float(reply["seconds"]),
         limit=reply["limit"],
-        files={path: base64.b64decode(content) for path, content in reply["files"].items()},
+        files={path: base64.b64decode(content) for path, content in dict(reply["files"]).items()},
     )
 
 

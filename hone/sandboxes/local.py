@@ -119,6 +119,8 @@ class LocalSandboxes:
         hello = await self._hello(log)
         if refused := hello.get("refused"):
             raise SandboxRefused(f"{self.backend}: {refused}")
+        if not {"stops", "mounts"} <= hello.keys():
+            raise SandboxLost(f"the parent of the sandboxes broke the protocol: it said {hello!s:.200}")
         self._stops = str(hello["stops"])
         self._mounts = bool(hello["mounts"])
         self._restarts.worked()
@@ -250,7 +252,10 @@ class LocalSandbox:
                 self._fresh = True  # the caller knows that what was there may be gone
                 raise
             self._fresh = False
-        return ran_of(reply)
+        try:
+            return ran_of(reply)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SandboxLost(f"a sandbox gave a malformed reply ({error!r}): {reply!s:.200}") from error
 
     async def close(self) -> None:
         if self._used:

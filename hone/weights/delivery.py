@@ -21,6 +21,8 @@ from hone.weights import TRANSPORTS
 from hone.weights.base import Intake, NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
 from hone.weights.digests.digest import Method, add_label, new_digest
 
+LONGEST_S = 1e7  # a third of a year; sockets and polls take no more than their system's largest number
+
 
 class Delivery:
     """One sync on one rank: iterate once to get every (name, tensor).
@@ -121,7 +123,11 @@ def receive(
     failure too. Raises WeightSyncError if the token is refused, the version differs, or the sender is absent, dies,
     stays silent past the offer's deadline or breaks the protocol.
     """
+    if not isinstance(offer, Mapping):
+        raise WeightSyncError(f"an offer is {offer!r:.100}, expected an object")
     parsed = Offer.from_json(offer)
+    if not 0 < parsed.timeout_s < LONGEST_S:
+        raise WeightSyncError(f"an offer's timeout_s is {parsed.timeout_s:g}, expected above 0 and below {LONGEST_S:g}")
     receiver: WeightReceiver = TRANSPORTS.get(parsed.transport).receiver(parsed, rank, token)
     receiver.wants = wants
     delivery = Delivery(receiver, copy, targets or {})

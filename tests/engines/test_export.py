@@ -1,6 +1,7 @@
 """Model folders: as tolerant as the loading of transformers, and whole or absent."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hone.engines.export import export_weights
 from hone.models.building import into_place, save_model
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
+from tests.kills import killed_at_each_step
 
 BUILD = BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=48, max_positions=32)
 REFUSED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": [3, 5], "max_length": 77}
@@ -109,3 +111,44 @@ def test_what_a_kill_left_behind_goes_and_a_link_stays(tmp_path):
         partial.mkdir()
     assert link.is_symlink()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["disk", "export"]
+
+
+def put(folder, text):
+    with into_place(folder) as partial:
+        partial.mkdir()
+        for name in "ab":
+            (partial / name).write_text(text)
+
+
+def held(folder):
+    """The text of each file; an empty dict if the folder is absent."""
+    return {one.name: one.read_text() for one in folder.glob("*")}
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_folder_or_none_and_the_next_export_leaves_nothing_else(tmp_path):
+    folder = tmp_path / "export"
+    old, new = dict.fromkeys("ab", "old"), dict.fromkeys("ab", "new")
+
+    def reset():
+        put(folder, "old")
+
+    seen = []
+    for _ in killed_at_each_step(put, (folder, "new"), tmp_path, reset):
+        seen.append(held(folder))
+        assert seen[-1] in (old, new, {})
+        put(folder, "next")
+        assert held(folder) == dict.fromkeys("ab", "next")
+        assert [one.name for one in tmp_path.iterdir()] == ["export"]
+    assert [one for one, after in pairwise(seen) if one != after] == [old, {}]  # old, none, new
+    assert seen[-1] == new
+
+
+def test_a_folder_that_another_process_writes_is_refused_and_left_alone(tmp_path):
+    folder = tmp_path / "export"
+    with into_place(folder) as partial:
+        partial.mkdir()
+        (partial / "weights").write_text("")
+        with pytest.raises(BlockingIOError, match="another process is writing it"), into_place(folder):
+            pass
+        assert (partial / "weights").exists()
+    assert [one.name for one in tmp_path.rglob("*")] == ["export", "weights"]

@@ -7,6 +7,7 @@ import pytest
 
 from hone.processes.frames import FrameReader, Kind
 from hone.processes.request_process import ChildLost
+from hone.rewards.hosting.processes import Loaded
 from hone.rewards.pool import _outcome
 from hone.types import Status
 
@@ -71,6 +72,39 @@ REPLIES = [
 ]
 
 
+HELLOS = [
+    "{}",
+    '{"concurrent": 3}',
+    '{"concurrent": [3]}',
+    '{"concurrent": {"a": 1}}',
+    '{"concurrent": [], "whole_groups": "a"}',
+    '{"concurrent": [], "needs_ground_truth": null}',
+]
+
+SAYS_HELLO = '''
+"""Each time it is loaded it says hello by itself, with the text in `hello.json`, if that is there."""
+import gc, os, pathlib
+from hone.processes.frames import Kind
+from hone.processes.request_loop import RequestLoop
+
+def file():
+    return pathlib.Path(__file__).with_name("hello.json")
+
+if file().exists():
+    (loop,) = (one for one in gc.get_objects() if isinstance(one, RequestLoop))
+    text = file().read_text()
+    file().unlink()
+    loop._socket.sendall(__import__("struct").pack(">IBIQ", len(text), Kind.HELLO, os.getpid(), 0) + text.encode())
+
+def dies(response):
+    """An answer that holds text ends the process, and is what the next one says."""
+    if response.startswith("{"):
+        file().write_text(response)
+        os._exit(3)
+    return float(response)
+'''
+
+
 HALF = raw(HEADER.pack(len(BODY), 4, 1, 1) + BODY[:9])
 
 
@@ -110,6 +144,22 @@ def test_a_group_gets_as_many_values_as_it_has_answers(score, group, broken):
         failed = [] if answer is asked[2] else [Status.REWARD_FAILED] * 3
         assert [one.status for one in scored.trajectories if not one.status.trainable] == failed
     assert [one.reward for one in scored.trajectories] == [1.0] * 3
+
+
+def test_a_malformed_hello_is_refused_and_the_next_process_serves(score, group, tmp_path, caplog):
+    path = tmp_path / "says_hello.py"
+    path.write_text(SAYS_HELLO, encoding="utf-8")
+    (scored,), metrics = score({"a": {"reward": f"{path}:dies"}}, [group([HELLOS[1], "0.5"])])
+    dead, fine = scored.trajectories
+    assert (dead.status, fine.reward) == (Status.REWARD_FAILED, 0.5)
+    assert metrics["reward/worker_restarts"] == 2
+    assert "could not be replaced: the reward process broke the protocol: lists of names were due" in caplog.text
+
+
+@pytest.mark.parametrize("text", HELLOS)
+def test_a_hello_that_lacks_something_is_the_end_of_its_process(text):
+    with pytest.raises(ChildLost, match="the reward process broke the protocol: lists of names were due, found"):
+        Loaded.of(json.loads(text))
 
 
 @pytest.mark.parametrize("text", REPLIES)

@@ -9,6 +9,7 @@ import yaml
 
 from hone.config import Config, ConfigError, setting
 from hone.trainers.run.folder import claim, set_aside, write_config
+from tests.kills import killed_at_each_step
 
 
 class Model(Config):
@@ -49,6 +50,28 @@ def test_every_configuration_is_kept_and_changes_are_shown(tmp_path):
     assert write_config(tmp_path, Settings(steps=7)) == ["steps: 5 -> 7"]
     kept = {path.name: yaml.safe_load(path.read_text())["steps"] for path in tmp_path.glob("config*.yaml")}
     assert kept == {"config-0001.yaml": 3, "config-0002.yaml": 5, "config.yaml": 7}
+
+
+def test_a_kill_while_settings_are_written_leaves_the_settings_of_a_run(tmp_path):
+    """A folder without config.yaml would pass for an empty one, and take a run of another model."""
+
+    def steps():
+        return {one.name: yaml.safe_load(one.read_text())["steps"] for one in tmp_path.glob("*.yaml")}
+
+    def reset():
+        for one in tmp_path.glob("*"):
+            one.unlink()
+        write_config(tmp_path, Settings())
+
+    seen = []
+    for _ in killed_at_each_step(write_config, (tmp_path, Settings(steps=5)), tmp_path, reset):
+        seen.append(steps())
+        write_config(tmp_path, Settings(steps=5))
+        assert steps()["config.yaml"] == 5
+        assert not list(tmp_path.glob("*.partial"))
+    assert seen[0] == {"config.yaml": 3}
+    assert seen[-2:] == [{"config.yaml": 3, "config-0001.yaml": 3}, {"config.yaml": 5, "config-0001.yaml": 3}]
+    assert all("config.yaml" in one for one in seen)
 
 
 def test_another_model_is_another_run(tmp_path):

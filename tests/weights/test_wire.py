@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
+import os
 import re
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from hone.weights.transports.bucketed.buckets import Packer, Unpacker
 from hone.weights.transports.bucketed.channel import ReceiverChannel, SenderChannel
 from hone.weights.transports.bucketed.wire import LARGEST_MESSAGE, BrokenMessage, decode, encode, lock
 from hone.weights.transports.ipc.engine import IpcEngine
+from hone.weights.transports.ipc.memory import SharedBuffers, open_buffers
 
 TOKEN = "a token for tests"
 
@@ -349,14 +352,137 @@ def test_noise_does_not_keep_the_expected_rank_out(tmp_path):
         noise.send(encode({**hello, "rank": "0"}))
         noise.send(encode({"type": "ready"}))
         noise.send(encode({**hello, "rank": 7}))
-        assert noise.poll(5000)
-        assert "is not expected" in json.loads(noise.recv())["reason"]
+        for reason in ("a hello message whose rank is '0', expected int", "is not expected"):
+            assert noise.poll(5000)
+            assert reason in json.loads(noise.recv())["reason"]
         noise.send(b"x" * (LARGEST_MESSAGE + 1))
         said = joining(3, "r0", 20)(address)
         context.destroy(linger=0)
         return said
 
     assert meeting(tmp_path, talk, timeout_s=20) == ({}, "met")
+
+
+WRONG = [None, True, 3, -1, 1.5, 10**30, "x", [3], [None], {"a": 1}]
+FACTS = {"device": "", "devices": [], "mapped": ["a"], "backends": ["gloo"], "holds": "", "group": ""}
+HELLO = {"type": "hello", "session": "s1", "replica": "r0", "rank": 7, "version": 3, "facts": FACTS}
+
+
+def mutated(message):
+    """Each message with one field missing or of another type, and the name of the field."""
+    for name in message:
+        yield name, {key: value for key, value in message.items() if key != name}
+        yield from ((name, {**message, name: value}) for value in WRONG)
+
+
+def test_each_malformed_hello_is_refused_with_one_line_and_the_listener_goes_on(tmp_path):
+    hellos = [(name, hello) for name, hello in mutated(HELLO) if name != "type"]
+    facts = [
+        (name, some) for name, some in mutated(FACTS) if name in some and type(some[name]) is not type(FACTS[name])
+    ]
+    hellos += [(name, {**HELLO, "facts": some}) for name, some in facts]
+    hellos += [("mapped", {**HELLO, "facts": {"mapped": [["a"]]}})]
+
+    def talk(address):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
+            lock(noise, TOKEN, "receiver")
+            noise.connect(address)
+            refused = []
+            for _, hello in hellos:
+                noise.send(encode(hello))
+                assert noise.poll(5000)
+                refused.append(json.loads(noise.recv()))
+        return refused, joining(3, "r0", 20)(address)
+
+    lost, (refused, said) = meeting(tmp_path, talk, timeout_s=20)
+    assert (lost, said) == ({}, "met")
+    for (name, hello), answer in zip(hellos, refused, strict=True):
+        assert answer["type"] == "refused", hello
+        reason = answer["reason"]
+        valid = name not in hello or (name not in FACTS and type(hello[name]) is type(HELLO[name]))
+        assert (f"a hello message whose {name} is" in reason) != (valid and name in hello), (hello, reason)
+        assert "\n" not in reason
+        assert len(reason) < 300
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "taken"},
+        {"type": "taken", "bucket": "0"},
+        {"type": "taken", "bucket": True},
+        {"type": "failed"},
+        {"type": "failed", "reason": 3},
+        {"type": "x" * 1000},
+        {"type": ["taken"]},
+        [],
+    ],
+)
+def test_a_malformed_message_costs_its_author_the_sync_and_nobody_else(tmp_path, message):
+    async def whole():
+        channel = SenderChannel("s1", 3, [("r0", 0), ("r1", 0)], TOKEN, 20)
+        address = channel.bind(f"ipc://{tmp_path}/c")
+
+        def talk():
+            first, second = (ReceiverChannel(offer(3, name, 20), 0, TOKEN) for name in ("r0", "r1"))
+            try:
+                for one in (first, second):
+                    one.connect(address, "s1", {})
+                first._socket.send(json.dumps(message).encode())
+                second.send({"type": "taken", "bucket": 0})
+            finally:
+                for one in (first, second):
+                    one.close({"type": "done"})
+
+        try:
+            await asyncio.gather(channel.meet(), asyncio.to_thread(talk))
+            await channel.until(lambda peer: peer.done, "take")
+            return channel.lost(), [peer.taken for peer in channel.peers]
+        finally:
+            await channel.close()
+
+    lost, taken = asyncio.run(whole())
+    assert taken == [-1, 0]
+    assert list(lost) == ["r0"]
+    assert "\n" not in lost["r0"]
+    assert len(lost["r0"]) < 200
+
+
+MEMORY = {"type": "memory", "kind": "memory", "identity": "i", "size": 4096, "ticket": "00" * 16}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"ticket": one} for one in (None, 3, "zz", "\ud800")),
+        *({"size": one} for one in (None, -1, 1 << 80, "1", True)),
+        *({"kind": one} for one in (None, "other")),
+        {"kind": "device"},
+        {"kind": "device", "handles": [[], []]},
+        {"kind": "device", "handles": 3, "uuid": ""},
+        {"kind": "device", "handles": [[], []], "uuid": []},
+    ],
+)
+def test_memory_that_is_described_wrongly_is_one_error_and_opens_nothing(change):
+    def opened(message):
+        ours, theirs = socket.socketpair()
+        shared = SharedBuffers(4096)
+        with ours, theirs:
+            socket.send_fds(theirs, [b"m"], shared.descriptors)
+            ours.settimeout(5)
+            try:
+                return open_buffers(message, ours)
+            finally:
+                shared.close()
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BrokenMessage) as caught:
+        opened({**MEMORY, **change, "identity": f"wrong {change}"})
+    assert "\n" not in str(caught.value)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert [one.numel() for one in opened({**MEMORY, "identity": "right"})] == [4096, 4096]
 
 
 def test_a_rank_is_met_once(tmp_path):

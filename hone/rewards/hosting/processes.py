@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone.processes.request_process import ChildSpec
+from hone.config import ConfigError
+from hone.processes.request_process import ChildLost, ChildSpec
 from hone.rewards.settings import RewardConfig
 
 START_TIMEOUT_S = 120.0  # importing the reward functions, on a busy machine
@@ -35,6 +36,26 @@ class Hosting:
         return ChildSpec("reward process", self.module, variables, log)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The reply of a process that has loaded its components: the names of some of them."""
+
+    concurrent: frozenset[str]
+    needs_ground_truth: tuple[str, ...] = ()
+    whole_groups: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, reply: Mapping[str, Any]) -> Loaded:
+        """Read a reply. Raises ConfigError if a function could not be loaded, ChildLost for a malformed reply."""
+        if "error" in reply:
+            raise ConfigError(str(reply["error"]))
+        names = [reply.get("concurrent"), reply.get("needs_ground_truth", []), reply.get("whole_groups", [])]
+        if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in names):
+            raise ChildLost(f"the reward process broke the protocol: lists of names were due, found {reply!s:.200}")
+        concurrent, needs_ground_truth, whole_groups = names
+        return cls(frozenset(concurrent or ()), tuple(needs_ground_truth or ()), frozenset(whole_groups or ()))
+
+
 def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
     """The components that are functions, in processes that they share; `logs`: folder of what they print."""
     components = {
@@ -50,4 +71,4 @@ def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
     return Hosting(components, config.workers if components else 0, log=logs and logs / "functions")
 
 
-__all__ = ["START_TIMEOUT_S", "Hosting", "functions"]
+__all__ = ["START_TIMEOUT_S", "Hosting", "Loaded", "functions"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,10 @@ class AttachedProcess(Process):
     def _check(self, answer: Mapping[str, Any]) -> None:
         where = f"rollout.addresses: {self._address}"
         if "serves" not in answer:
-            raise ServerFailed(f"{where} refuses this run: {answer.get('error')}")
+            raise ServerFailed(f"{where} refuses this run: {answer.get('error')!s:.1000}")
         served = answer["serves"]
+        if not isinstance(served, dict):
+            raise ServerFailed(f"{where} is not a rollout server of this version of hone: it serves {served!r:.100}")
         for name, key in KEYS.items():
             here, there = self._expected[name], served.get(name)
             if here != there:
@@ -175,10 +178,11 @@ class AttachedProcess(Process):
 
 
 def _answer(connection: socket.socket, address: str) -> Mapping[str, Any]:
-    """The one line that answers `attach`. Raises ServerFailed for anything else."""
-    found = b""
+    """The one line that answers `attach`. Raises ServerFailed for anything else, TimeoutError if it is late."""
+    found, deadline = b"", time.monotonic() + ANSWER_S
     while not found.endswith(b"\n") and len(found) < LONGEST_ANSWER and (piece := connection.recv(65_536)):
         found += piece
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))  # of the whole answer, not of each piece
     try:
         answer = json.loads(found)
     except (ValueError, RecursionError):
@@ -191,9 +195,9 @@ def _answer(connection: socket.socket, address: str) -> Mapping[str, Any]:
 def _difference(there: Any, here: Any) -> str:
     """Two values, or the first entry in which two mappings differ."""
     if isinstance(there, dict) and isinstance(here, dict):
-        key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
-        return f"another: its {key} is {there.get(key)!r} there and {here.get(key)!r} here"
-    return f"{there!r} there and {here!r} here"
+        key = next(key for key in sorted({*there, *here}) if there.get(key, here) != here.get(key, there))
+        return f"another: its {key} is {there.get(key)!r:.200} there and {here.get(key)!r} here"
+    return f"{there!r:.200} there and {here!r} here"
 
 
 __all__ = ["TOKEN", "AttachedHost", "AttachedProcess", "shared_token"]

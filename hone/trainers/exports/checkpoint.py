@@ -162,8 +162,8 @@ def _merge_adapter_of_service(worker: TrainWorker, model: ModelConfig, actor: En
 
     Raises ConfigError if the weights of the base model are not here, or the adapter does not fit them.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f"{folder.name}-adapter-", dir=folder.parent) as name:  # on the disk with room
+    folder.mkdir(parents=True)
+    with TemporaryDirectory(prefix="adapter-", dir=folder) as name:  # goes with `folder` if this process is killed
         worker.engine.export_adapter(Path(name))
         here = EngineConfig(compute_dtype=actor.compute_dtype, lora=LoraConfig(path=name))
         merging = TrainWorker(TrainSpec(model, here, total_steps=1))

@@ -78,12 +78,18 @@ def write_config(folder: Path, config: Config, steps: int | None = None) -> list
         raise ConfigError(f"run.dir: {folder} holds another run ({', '.join(other[:3])}); {_ELSEWHERE}")
     if changes and steps is not None and finished_steps(folder) >= steps:
         raise ConfigError(f"run.dir: {folder} is finished with other settings ({', '.join(shown[:3])}); {_ELSEWHERE}")
-    if changes:
-        path.rename(next(one for number in count(1) if not (one := folder / f"config-{number:04d}.yaml").exists()))
-    temporary = path.with_suffix(".yaml.partial")
-    temporary.write_text(dump(config), encoding="utf-8")
-    temporary.replace(path)
+    if changes:  # a copy, because a kill after a rename would leave a folder that is no run's
+        kept = next(one for number in count(1) if not (one := folder / f"config-{number:04d}.yaml").exists())
+        _write(kept, path.read_text(encoding="utf-8"))
+    _write(path, dump(config))
     return shown
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole or absent."""
+    temporary = path.with_name("config.yaml.partial")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def set_aside(folder: Path) -> Path | None:

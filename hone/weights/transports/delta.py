@@ -171,7 +171,10 @@ def _json(carried: Iterator[NamedTensor], name: str) -> dict[str, Any]:
     found, tensor = next(carried, ("", torch.empty(0)))
     if found != name:
         raise WeightSyncError(f"a delta begins with {found[:80]!r}")
-    head = json.loads(bytes(tensor.tolist()))
+    try:
+        head = json.loads(bytes(tensor.tolist()))
+    except (ValueError, TypeError) as error:
+        raise WeightSyncError(f"the first tensor of a delta is not JSON: {error}") from error
     return head if isinstance(head, dict) else {}
 
 

@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import uvicorn
@@ -48,6 +48,7 @@ from hone.workers.rollout import adapter_files, engine_config
 TOKEN_VARIABLE = "HONE_TOKEN"
 IDLE_S = 86_400  # connection timeout: the only client may train for hours between requests
 MOST_BYTES = 2**28  # of a request
+SAMPLING_TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 
 Body = Mapping[str, Any]
 Verb = Callable[[Body], Coroutine[Any, Any, dict[str, Any]]]
@@ -107,7 +108,7 @@ class EngineApp:
         try:
             asked = _object(await _body(receive))
             found = await (_while_wanted(verb(asked), receive) if verb == self._generate else verb(asked))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             kind = "PromptTooLong" if isinstance(error, PromptTooLong) else "ValueError"
             text = f"{error}" if isinstance(error, ValueError) else f"malformed request: {error!r}"
             return 400, {"kind": kind, "error": text}
@@ -122,8 +123,7 @@ class EngineApp:
         sampling = {**asked["sampling"]}
         for key in ("stop", "stop_token_ids"):
             sampling[key] = tuple(sampling.get(key, ()))
-        ids = tuple(asked["token_ids"])
-        request = GenerationRequest(str(asked["request_id"]), ids, SamplingParams(**sampling))
+        request = GenerationRequest(str(asked["request_id"]), _ids(asked), _checked(SamplingParams(**sampling)))
         completion = await self._engine.generate(request)
         return {
             "token_ids": completion.token_ids,
@@ -134,7 +134,9 @@ class EngineApp:
         }
 
     async def _score(self, body: Body) -> dict[str, Any]:
-        scored = await self._engine.score(str(body["request_id"]), tuple(body["token_ids"]), int(body["top_k"]))
+        if (top_k := int(body["top_k"])) < 0:
+            raise ValueError(f"top_k should be at least 0, found {top_k}")
+        scored = await self._engine.score(str(body["request_id"]), _ids(body), top_k)
         return asdict(scored)
 
     # -------------------------------------------------------------------------------------------------- control
@@ -202,11 +204,31 @@ async def _send(send: Send, status: int, found: Mapping[str, Any]) -> None:
 def _object(body: bytes) -> Body:
     try:
         found = json.loads(body)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"the request should be a JSON object, found {found!r:.60}")
     return found
+
+
+def _ids(body: Body) -> tuple[int, ...]:
+    """The token ids of a request. Raises TypeError: one that is no integer would fail all requests of its batch."""
+    ids = tuple(body["token_ids"])
+    if set(map(type, ids)) - {int}:
+        raise TypeError(f"token_ids should be integers, found {next(one for one in ids if type(one) is not int)!r:.60}")
+    return ids
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same. Raises TypeError for a value of another type, as `_ids` does."""
+    for name, kind in SAMPLING_TYPES.items():
+        value = getattr(sampling, name)
+        several = value if get_origin(kind) is tuple else (value,)
+        kinds = [int, float] if kind is float else [one for one in get_args(kind) if one is not ...] or [kind]
+        for one in several:
+            if type(one) not in kinds:
+                raise TypeError(f"sampling.{name} is {one!r:.60}")
+    return sampling
 
 
 async def _while_wanted(work: Coroutine[Any, Any, R], receive: Receive) -> R:

@@ -1,6 +1,7 @@
 """Attaching to a server that was started elsewhere: who may, what is compared, and what ends with the run."""
 
 import asyncio
+import json
 import os
 from contextlib import suppress
 
@@ -114,6 +115,64 @@ def test_an_address_where_nothing_or_something_else_listens(story):
         await other.wait_closed()
         with pytest.raises(ServerFailed, match=r"no rollout server answers at 127.*hone rollout serve RUN_FILE 127"):
             await place.process().launch()
+
+    story(tell)
+
+
+ANSWERS = [
+    *(b"", b"\n", b"{", b"[]\n", b"3\n", b'"a"\n', b"\xff\n", b"null\n", b"9" * 5000 + b"\n", b"[" * 100_000 + b"\n"),
+    *(json.dumps({"serves": served}).encode() + b"\n" for served in (None, 3, "a", [], [3], {}, {"hone": None})),
+    *(json.dumps({"error": error}).encode() + b"\n" for error in (None, 3, ["a"], {"a": 1}, "a" * 10_000)),
+    *(
+        json.dumps({"serves": {**SERVES, "model": one}}).encode() + b"\n"
+        for one in (None, [], {}, {"layers": [2]}, "x" * 10_000)
+    ),
+    json.dumps({"serves": {key: value for key, value in SERVES.items() if key != "model"}}).encode() + b"\n",
+]
+
+
+def test_a_malformed_answer_of_a_server_is_one_line(story):
+    answers = iter(ANSWERS)
+
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(next(answers))
+        writer.close()
+
+    async def tell(place):
+        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        place.port = other.sockets[0].getsockname()[1]
+        for given in ANSWERS:
+            with pytest.raises(ServerFailed, match=r"^rollout\.addresses: ") as caught:
+                await place.process(model={"hidden_size": 32, "layers": 2, "experts": None}).launch()
+            assert "\n" not in str(caught.value), given
+            assert len(str(caught.value)) < 1500, given
+        other.close()
+
+    story(tell)
+
+
+def test_an_answer_that_comes_byte_by_byte_has_one_deadline(story, monkeypatch):
+    monkeypatch.setattr("hone.rollout.servers.attached.ANSWER_S", 0.3)
+
+    gone = asyncio.Event()
+
+    async def drip(reader, writer):
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+        writer.close()
+        gone.set()
+
+    async def tell(place):
+        other = await asyncio.start_server(drip, "127.0.0.1", 0)
+        place.port = other.sockets[0].getsockname()[1]
+        with pytest.raises(ServerFailed, match=r"no rollout server answers at 127.* timed out"):
+            await place.process().launch()
+        await gone.wait()
+        other.close()
 
     story(tell)
 

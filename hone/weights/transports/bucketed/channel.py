@@ -42,6 +42,7 @@ ENDINGS = (  # of a connection, as ZeroMQ reports them
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 LINGER_MS = 2000  # how long a receiver tries to deliver its last message
+FACTS = {"device": str, "holds": str, "group": str, "devices": list, "mapped": list, "backends": list}  # lists of text
 
 
 class Peer:
@@ -214,7 +215,10 @@ class SenderChannel:
         """Answer the first message of a connection."""
         if message["type"] != "hello":
             return
-        refusal = self._hello(identity, message)
+        try:
+            refusal = self._hello(identity, message)
+        except BrokenMessage as error:
+            refusal = str(error)
         answer = {"type": "refused", "reason": refusal} if refusal else {"type": "welcome"}
         with contextlib.suppress(zmq.ZMQError):  # it disconnected
             await self._socket.send_multipart([identity, encode(answer)])
@@ -222,6 +226,7 @@ class SenderChannel:
     def _hello(self, identity: bytes, message: Message) -> str:
         """Take in a rank; return the reason to refuse it, or an empty string."""
         expect(message, session=str, replica=str, rank=int, version=int, facts=dict)
+        _expect_facts(message["facts"])
         if message["session"] != self.session or message["version"] != self.version:
             return f"this sender is at weight version {self.version}, asked was for {message['version']}"
         wanted = [p for p in self.peers if (p.replica, p.rank) == (message["replica"], message["rank"])]
@@ -231,6 +236,15 @@ class SenderChannel:
         peer.identity, peer.facts, peer.heard_at = identity, message["facts"], time.monotonic()
         self._known[identity] = peer
         return ""
+
+
+def _expect_facts(facts: Mapping[str, Any]) -> None:
+    """Raise BrokenMessage if facts that hone's transports read are of another type; other transports have others."""
+    known = {name: kind for name, kind in FACTS.items() if name in facts}
+    expect({**facts, "type": "hello"}, **known)
+    for name in known:
+        if not all(isinstance(one, str) for one in facts[name]):
+            raise BrokenMessage(f"a hello message whose {name} is {facts[name]!r:.100}, expected texts")
 
 
 class ReceiverChannel:

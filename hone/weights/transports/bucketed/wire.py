@@ -78,7 +78,9 @@ def expect(message: Mapping[str, Any], **kinds: type) -> None:
     for name, kind in kinds.items():
         value = message.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise BrokenMessage(f"a {message['type']} message whose {name} is {value!r}, expected {kind.__name__}")
+            raise BrokenMessage(
+                f"a {message['type']!s:.40} message whose {name} is {value!r:.100}, expected {kind.__name__}"
+            )
 
 
 def rank_token(token: str) -> str:

@@ -246,7 +246,11 @@ def open_buffers(message: Mapping[str, Any], connection: socket.socket) -> list[
     """Map the sender's buckets into this process. Raises WeightSyncError if that fails."""
     expect(dict(message), kind=str, identity=str, size=int, ticket=str)
     try:
-        connection.sendall(bytes.fromhex(message["ticket"]))
+        ticket = bytes.fromhex(message["ticket"])
+    except ValueError as error:
+        raise BrokenMessage(f"a memory message whose ticket is {message['ticket']!r:.100}") from error
+    try:
+        connection.sendall(ticket)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, COUNT)
     except OSError as error:
         raise WeightSyncError(f"the sender disconnected before it sent its memory ({error})") from error
@@ -255,6 +259,8 @@ def open_buffers(message: Mapping[str, Any], connection: socket.socket) -> list[
             _kept.clear()
             _kept[message["identity"]] = _opened(message, descriptors)
         return _kept[message["identity"]]
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise BrokenMessage(f"the sender described its memory wrongly: {error!r:.200}") from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

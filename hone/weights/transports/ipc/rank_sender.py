@@ -16,6 +16,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
@@ -29,7 +30,7 @@ from hone.models.parts.views import Viewed
 from hone.weights.base import Full, NamedTensor, NamedTensors, Sent
 from hone.weights.transports.bucketed.channel import LARGEST_ANSWER, SenderChannel
 from hone.weights.transports.bucketed.folders import OwnFolder, Subfolder, is_free
-from hone.weights.transports.bucketed.wire import decode, expect, lock
+from hone.weights.transports.bucketed.wire import BrokenMessage, decode, expect, lock
 from hone.weights.transports.ipc.engine import IpcEngine, own_device, shares_memory
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -145,9 +146,10 @@ class RankSender:
         """Stop waiting for each receiver that the driver reports as gone."""
         while (left_s := self._deadline - time.monotonic()) > 0:
             if await self._drops.poll(int(left_s * 1000) + 1):
-                message = decode(await self._drops.recv(zmq.NOBLOCK))
-                expect(message, replica=str, reason=str)
-                engine.drop(message["replica"], message["reason"])
+                with suppress(BrokenMessage):  # the driver writes no such message; the next one may be the driver's
+                    message = decode(*await self._drops.recv_multipart(zmq.NOBLOCK))
+                    expect(message, replica=str, reason=str)
+                    engine.drop(message["replica"], message["reason"])
 
     async def _end(self) -> None:
         """Close the sockets of a sync."""
