@@ -152,7 +152,8 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
     plugins = {name: plugin for name, plugin in elsewhere(kind).items() if name not in known}
     if name in plugins:
         return f"unknown {kind} {name!r}: it is in {how_to_get(plugins[name])}"
-    begun = [one for one in known if len(name) >= SHORTEST_BEGINNING and one.startswith(name.removesuffix("s"))]
+    short = name.removesuffix("s")
+    begun = [one for one in known if len(short) >= SHORTEST_BEGINNING and one.startswith(short)]
     near = begun if len(begun) == 1 else difflib.get_close_matches(name, [*known, *plugins], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     if near and near[0] in plugins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,15 +140,22 @@ def _alone(lock: Path) -> Iterator[None]:
     The kernel releases the lock of a process that is killed. Raises BlockingIOError if another process holds it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a", encoding="utf-8") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(error.errno, "another process is writing it", str(lock)) from error
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    while True:
+        with lock.open("a", encoding="utf-8") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_current = os.path.samestat(os.fstat(held.fileno()), lock.stat())
+            except BlockingIOError as error:
+                raise BlockingIOError(error.errno, "another process is writing it", str(lock)) from error
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:  # its last holder removed it after it was opened here
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
 
 
 def save_configs(model: Any, config: Any, folder: Path) -> None:

@@ -71,7 +71,7 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def loaded_weights_stay() -> Iterator[None]:
-    """Within the block, `from_pretrained` computes what the files lack, and changes nothing that it has read.
+    """Within the block, `from_pretrained` computes what the files lack, and leaves modules whose weights it has read.
 
     transformers runs the initialisation of loaded modules, too, and trusts it to leave them alone: Youtu's sets the
     embedding of the padding token to 0. For classes outside of transformers, of which FSDP's are some, it passes over

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hone.models.errors import ModelError
-from hone.models.files.left_out import INDEX, read_index
+from hone.models.files.left_out import INDEX, WHOLE, read_index
 from hone.models.files.tensors import save_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -98,9 +98,8 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
 
 
 def _find(folder: Path) -> Tensor | None:
-    name = "model.safetensors"
-    if (folder / INDEX).is_file():
-        name = read_index(folder)[0].get(SCORE, name)
+    index = read_index(folder)
+    name = WHOLE if index is None else index[0].get(SCORE, WHOLE)
     if not (folder / name).is_file():
         return None
     with safe_open(folder / name, framework="pt") as file:

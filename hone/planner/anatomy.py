@@ -22,7 +22,7 @@ from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
-from hone.models.files.left_out import INDEX, left_out, read_index
+from hone.models.files.left_out import WHOLE, left_out, read_index
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
@@ -256,11 +256,12 @@ def _linear_layers(model: Any) -> Iterator[tuple[str, int, int, int]]:
 
 def _files(folder: Path, stored: dict[str, Any], empty: Any) -> Files:
     """Describe the weight files from names and headers; for a model that is still on a hub, from its index."""
+    whole = folder / WHOLE
     paths = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD_FILE]
+    paths = [whole] if whole in paths else paths
     count, size = len(paths), sum(path.stat().st_size for path in paths)
-    if (folder / INDEX).is_file():
-        where, total = read_index(folder)
-        count, size = len(set(where.values())), total or size
+    if (index := read_index(folder)) is not None:
+        count, size = len(set(index[0].values())), index[1] or size
     dtype = str(getattr(empty.config, "dtype", None) or "").removeprefix("torch.")
     if paths:
         dtype = _dtype_in(paths[0]) or dtype

@@ -8,6 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.models.errors import ModelError
 from hone.models.files.left_out import INDEX, left_out, read_index
+from hone.models.loading import load_language_model
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.planner.anatomy import examine
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
 MIXTURE = {**SIZES, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
@@ -41,7 +44,9 @@ def test_parts_are_named_that_no_module_reads(kind, tmp_path):
     assert left_out(tmp_path, model) == expected
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "null", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight', "[" * 100_000]
+)
 def test_a_damaged_index_is_one_sentence(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index.json is damaged: ") as raised:
@@ -49,7 +54,18 @@ def test_a_damaged_index_is_one_sentence(tmp_path, text):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("metadata", ["null", '{"total_size": "z"}', "[]"])
+@pytest.mark.parametrize("metadata", ["null", '{"total_size": "z"}', "[]", '{"total_size": 1e999}'])
 def test_an_index_may_lack_the_size(tmp_path, metadata):
     (tmp_path / INDEX).write_text(f'{{"weight_map": {{"a": "b"}}, "metadata": {metadata}}}')
     assert read_index(tmp_path) == ({"a": "b"}, 0)
+
+
+def test_an_index_beside_a_whole_file_is_not_read(tmp_path):
+    """transformers does not read it either, so what it says, or that it is damaged, is of no account."""
+    model = ModelConfig(build=BuildConfig(hidden_size=16, layers=1, heads=2, mlp_size=16, max_positions=16))
+    load_language_model(model).save_pretrained(tmp_path)
+    (tmp_path / INDEX).write_text("{}")
+    assert read_index(tmp_path) is None
+    anatomy = examine(ModelConfig(path=str(tmp_path)))
+    assert (anatomy.files.count, anatomy.files.left_out) == (1, {})
+    load_language_model(ModelConfig(path=str(tmp_path)))

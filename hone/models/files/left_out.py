@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 
 from hone.models.errors import ModelError
 
-INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
 
 
 def left_out(folder: Path, model: PreTrainedModel) -> dict[str, int]:
@@ -41,26 +43,32 @@ def _unknown(name: str, known: Mapping[str, nn.Module]) -> str:
     return ""
 
 
-def read_index(folder: Path) -> tuple[dict[str, str], int]:
-    """The file of each weight, and the bytes of all (0: unknown), from a folder's index. Raises ModelError."""
+def read_index(folder: Path) -> tuple[dict[str, str], int] | None:
+    """The file of each weight, and the bytes of all (0: unknown), from a folder's index. Raises ModelError.
+
+    None if there is no index, or if one file has all weights: transformers reads that file and no index.
+    """
     path = folder / INDEX
+    if (folder / WHOLE).is_file() or not path.is_file():
+        return None
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
     found = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise ModelError(f"{path} is damaged: weight_map should give the file of each weight, found {found!r:.60}")
     metadata = said.get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return found, int(size) if isinstance(size, int | float) else 0
+    return found, int(size) if isinstance(size, int | float) and math.isfinite(size) else 0
 
 
 def _names(folder: Path) -> Iterator[str]:
-    if (folder / INDEX).is_file():
-        yield from read_index(folder)[0]
+    if (index := read_index(folder)) is not None:
+        yield from index[0]
         return
-    for path in sorted(folder.glob("*.safetensors")):
+    whole = folder / WHOLE
+    for path in [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 yield from file.keys()
@@ -68,4 +76,4 @@ def _names(folder: Path) -> Iterator[str]:
             raise ModelError(f"{path} is damaged: {error}") from error
 
 
-__all__ = ["INDEX", "left_out", "read_index"]
+__all__ = ["INDEX", "WHOLE", "left_out", "read_index"]

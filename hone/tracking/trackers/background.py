@@ -50,7 +50,10 @@ class Background(Tracker):
         self._queue(lambda tracker: tracker.rollouts(step, records))
 
     def flush(self) -> None:
-        """Have what was logged so far written, and wait for it: a checkpoint becomes valid next."""
+        """Have what was logged so far written, and wait for it: a checkpoint becomes valid next.
+
+        It waits as long as the tracker goes on: each call has `timeout_s`.
+        """
         flushed = self._flushed = threading.Event()
 
         def flush(tracker: Tracker) -> None:
@@ -58,18 +61,22 @@ class Background(Tracker):
             flushed.set()
 
         self._queue(flush)
-        in_time = flushed.wait(self._timeout_s)
+        while not flushed.wait(self._left_s()):
+            if self._left_s() <= 0:
+                self._given_up.set()
+                raise TrackingError(
+                    f"tracker {self._name!r} has not answered for {self._timeout_s:g} s, before a checkpoint"
+                )
         self._raise_failure()
-        if not in_time:
-            self._given_up.set()
-            raise TrackingError(
-                f"tracker {self._name!r} did not write all steps before a checkpoint within {self._timeout_s:g} s"
-            )
+
+    def _left_s(self) -> float:
+        """Seconds until the call that runs is late."""
+        since = self._busy_since
+        return self._timeout_s if since is None else since + self._timeout_s - time.monotonic()
 
     def _queue(self, call: Callable[[Tracker], None]) -> None:
         self._raise_failure()
-        since = self._busy_since
-        if since is not None and time.monotonic() - since > self._timeout_s:
+        if self._left_s() < 0:
             self._given_up.set()
             raise TrackingError(f"tracker {self._name!r} has not answered for {self._timeout_s:g} s")
         try:

@@ -143,9 +143,11 @@ def _written(output: Path, checkpoint: Checkpoint) -> Iterator[Path]:
             raise
         reason = error.strerror or str(error)
         why = reason if error.filename is None else f"{reason}: {error.filename}"
+        left = "has its old files" if output.exists() else "is not there"
+        todo = "wait for it" if isinstance(error, BlockingIOError) else "make room"
         raise ConfigError(
-            f"{output} cannot be written ({why}) and is not there; {checkpoint.folder} is "
-            "unchanged: make room, or name another folder"
+            f"{output} cannot be written ({why}) and {left}; {checkpoint.folder} is "
+            f"unchanged: {todo}, or name another folder"
         ) from error
 
 

@@ -36,7 +36,7 @@ class _Parallelizer(ModelParallelizer):  # type: ignore[misc]  # the package has
     def _fully_shard_module(self, module: Any, *, reshard_after_forward: bool, **options: Any) -> Any:
         """Let FSDP decide for units that Automodel keeps gathered: the last layer, and the outermost unit.
 
-        After an inference they would keep their weights when these change, and a value model's body is not outermost.
+        They would keep the weights of a value model's body, which is not outermost.
         """
         return super()._fully_shard_module(module, reshard_after_forward=reshard_after_forward or None, **options)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hone.engines.base import EngineSpec
 from hone.engines.engine import Engine
 from hone.engines.forward import Forward, Scorer, States, head_of_reference, trained_rows, value_output
+from hone.engines.fsdp2.sharding import reshard_all
 from hone.engines.fsdp2.weights import ShardedWeights
 from hone.engines.layout import lay_out
 from hone.engines.logprobs import Head
@@ -28,7 +29,7 @@ from hone_torchtitan.mesh import TitanRanks, open_mesh
 from hone_torchtitan.modules import Outputs
 from hone_torchtitan.names import transformers_name
 from hone_torchtitan.settings import TitanParallel, TitanSettings
-from hone_torchtitan.sharding import allocate, shard_decoder, sharded_modules
+from hone_torchtitan.sharding import allocate, shard_decoder
 
 
 class TitanEngine(Engine):
@@ -110,8 +111,7 @@ class TitanEngine(Engine):
 
     def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         outputs = super()._infer(batch, cut, needs)
-        for module in sharded_modules(self._decoder):
-            module.reshard()
+        reshard_all(self._decoder)
         return outputs
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
