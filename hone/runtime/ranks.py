@@ -10,7 +10,10 @@ wait ends after `runtime.collective_timeout_s`, or at once when another rank's p
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +27,8 @@ from hone.platforms.base import current_platform
 from hone.runtime.base import RankLost
 
 R = TypeVar("R")
+
+_PDEATHSIG = 1  # of prctl
 
 
 def rank() -> int:
@@ -50,12 +55,19 @@ def _joined() -> bool:
 
 def join(timeout_s: float) -> None:
     """Join the process group of torchrun, with the platform's collectives; without torchrun, do nothing."""
+    _stop_with_torchrun()
     if ranks() == 1 or _joined():
         return
     platform = current_platform()
     if platform.device != "cpu":
         platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(platform.collectives(), timeout=timedelta(seconds=timeout_s))
+
+
+def _stop_with_torchrun() -> None:
+    """Have the kernel send SIGTERM to this rank when torchrun is killed, because nobody else would end it (Linux)."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def require_one(command: str) -> None:

@@ -257,6 +257,34 @@ def test_platforms_name_their_collectives():
     assert CudaPlatform().collectives() == "cpu:gloo,cuda:nccl"
 
 
+RANK = """
+import signal
+from hone.runtime import ranks
+signal.signal(signal.SIGTERM, lambda *_: print("stopped", flush=True))
+ranks.join(60)
+print("joined", flush=True)
+signal.alarm(60)
+signal.pause()
+"""
+LAUNCHER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_a_rank_stops_when_torchrun_is_killed():
+    under_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "a"}
+    command = [sys.executable, "-c", LAUNCHER, RANK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=under_torchrun) as launcher:
+        try:
+            assert launcher.stdout.readline() == "joined\n"
+        finally:
+            launcher.kill()
+        assert launcher.stdout.read() == "stopped\n"
+
+
 @pytest.mark.slow
 def test_torchrun_gives_the_record_of_one_process(recipe, tmp_path):
     assert main(["sft", str(recipe("alone"))]) == 0

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -104,6 +105,22 @@ def test_another_spelling_of_a_path_is_the_same_path(tmp_path, monkeypatch):
         assert write_config(folder, config, steps=3) == [], path
     with pytest.raises(ConfigError, match=r"finished with other settings \(reward: "):
         write_config(folder, Whole(model=Model(path="m"), run=Run(dir="run"), reward="r.py:other"), steps=3)
+
+
+def test_a_relative_path_and_the_same_place_from_another_working_folder_are_one_model(tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for place in (project, elsewhere):
+        (place / "models" / "a").mkdir(parents=True)
+    run = project / "runs" / "x"
+    run.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    write_config(Path("runs/x"), Whole(model=Model(path="models/a"), run=Run(dir="runs/x")))
+    monkeypatch.chdir(elsewhere)
+    absolute = Whole(model=Model(path=f"{project}/models/a"), run=Run(dir=str(run)))
+    with pytest.raises(ConfigError, match=r"holds another run \(model.path: 'models/a' -> "):
+        write_config(run, Whole(model=Model(path=f"{elsewhere}/models/a"), run=Run(dir=str(run))))
+    assert write_config(run, absolute) == []
+    assert write_config(run, absolute) == []
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "~nobody-at-all/x"], ids=["long", "null", "home"])

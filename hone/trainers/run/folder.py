@@ -108,18 +108,31 @@ def _changes(path: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     before = _flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     now = _flat(plain(config))
     places = (str(before.get(RUN_DIR)), str(now.get(RUN_DIR)))
+    launched = _launched_in(path.parent, places[0])
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if key != RUN_DIR and not _same(before.get(key), now.get(key), places)
+        if key != RUN_DIR and not _same(before.get(key), now.get(key), places, launched)
     }
 
 
-def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
+def _launched_in(folder: Path, place: str) -> str:
+    """The working folder of a launch that called `folder` by the name `place`; empty if the name does not tell.
+
+    >>> _launched_in(Path("/data/runs/a"), "runs/a")
+    '/data'
+    """
+    whole = str(folder.resolve())
+    inside = f"{os.sep}{os.path.normpath(place)}"
+    return whole.removesuffix(inside) or os.sep if not os.path.isabs(place) and whole.endswith(inside) else ""
+
+
+def _same(before: Any, now: Any, places: tuple[str, str], launched: str) -> bool:
     """Return whether two values of a key are equal, or names of one file or folder.
 
-    That is so where both names lead to the same place, or where the file has moved together with the run folder
-    (`places`: where that was and is) and is no longer at its old place. `file.py:function` names a file, too.
+    That is so where both names lead to the same place, the earlier one from the working folder `launched`, or where the
+    file has moved together with the run folder (`places`: where that was and is) and is no longer at its old place.
+    `file.py:function` names a file, too.
     """
     if before == now or not isinstance(before, str) or not isinstance(now, str):
         return bool(before == now)
@@ -129,6 +142,7 @@ def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
     if old_name != new_name or not new:
         return False
     was, found = os.path.expanduser(old), os.path.expanduser(new)  # of os.path: text that can be no path is no error
+    was = os.path.join(launched, was)
     if not os.path.exists(found):
         return False
     if os.path.exists(was):
