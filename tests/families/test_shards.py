@@ -1,5 +1,6 @@
 """Ranks that shard a model hold the weights that one process holds, also where the files have them in several parts."""
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM
@@ -134,6 +135,7 @@ def scores(folders):
     return found
 
 
+@pytest.mark.slow
 def test_ranks_store_and_compute_as_one_process_does(tmp_path):
     kinds = {way.split()[0] for way in STORED}
     folders = {kind: str(save_tiny(kind, tmp_path / kind)) for kind in kinds}

@@ -146,6 +146,7 @@ def test_a_key_with_a_line_break_inside_is_named(monkeypatch):
         connection.connect("http://127.0.0.1:1", 1.0)
 
 
+@pytest.mark.slow
 def test_a_run_whose_connections_break_in_the_middle_of_each_answer_has_the_figures_of_one_process(
     run_file, server, key, between
 ):

@@ -66,6 +66,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.slow
 def test_answers_that_a_service_samples_while_it_trains_are_those_of_a_server_beside_the_trainer(run_file, server, key):
     rollout = {"sampling": {"max_response_tokens": 3}}
     beside = {**rollout, "builtin": {"process": "separate"}}
