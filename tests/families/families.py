@@ -29,6 +29,14 @@ SIZES = {
     "max_positions": 128,
     "tie_embeddings": False,
 }
+HEADS = {"head_dim": 32}  # of `tiny` models, for vLLM
+HIDDEN = {"hidden_size": 128}  # of those that have no size of a head of their own
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # its only kernel on a CPU
 WIDE = {"hidden_size": 64, "heads": 2, "head_size": None}  # where a configuration has no size of a head of its own
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -44,6 +52,7 @@ class Family:
     published: Mapping[str, Any] = field(default_factory=dict)  # in config.json beside what transformers' class has
     experts: bool = False
     tiny: bool = False  # the model of the table of all types (`types`), which has the special parts at such a size
+    served: Mapping[str, Any] = field(default_factory=dict)  # options of a `tiny` model for vLLM's kernels
 
     def build_config(self) -> BuildConfig:
         sizes = {key: size for key, size in {**SIZES, **self.sizes}.items() if size is not None}
@@ -226,40 +235,73 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
         },
+        published={"rotary_dim": 16},
         experts=True,
     ),
-    "GLM-4.7-Flash": Family("glm4_moe_lite", "latent attention, experts behind a dense layer", experts=True, tiny=True),
+    "GLM-4.7-Flash": Family(
+        "glm4_moe_lite",
+        "latent attention, experts behind a dense layer",
+        experts=True,
+        tiny=True,
+        served=LATENT | {"first_k_dense_replace": 1},
+    ),
     "Llama 4": Family(
-        "llama4_text", "chunked attention, layers without positions, a temperature by position", experts=True, tiny=True
+        "llama4_text",
+        "chunked attention, layers without positions, a temperature by position",
+        experts=True,
+        tiny=True,
+        served=HEADS,
     ),
-    "DeepSeek-V3.2": Family("deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True),
-    "GLM-5": Family("glm_moe_dsa", "sparse attention: layers share an indexer's choice", experts=True, tiny=True),
-    "Gemma 3n": Family("gemma3n_text", "keys of earlier layers, embeddings per layer, AltUp", tiny=True),
+    "DeepSeek-V3.2": Family(
+        "deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True, served=LATENT
+    ),
+    "GLM-5": Family(
+        "glm_moe_dsa", "sparse attention: layers share an indexer's choice", experts=True, tiny=True, served=LATENT
+    ),
+    "Gemma 3n": Family("gemma3n_text", "keys of earlier layers, embeddings per layer, AltUp", tiny=True, served=HEADS),
     "Gemma 4": Family(
-        "gemma4_text", "two shapes of attention, keys of earlier layers, embeddings per layer", tiny=True
+        "gemma4_text", "two shapes of attention, keys of earlier layers, embeddings per layer", tiny=True, served=HEADS
     ),
-    "Qwen3.5": Family("qwen3_5_text", "gated DeltaNet in every other layer", tiny=True),
-    "Qwen3.5-MoE": Family("qwen3_5_moe_text", "the same with experts and a shared expert", experts=True, tiny=True),
-    "Qwen3-Next": Family("qwen3_next", "gated DeltaNet, experts, a shared expert", experts=True, tiny=True),
-    "Kimi-Linear": Family("kimi_linear", "KDA, latent attention without positions, experts", experts=True, tiny=True),
-    "Nemotron-H": Family("nemotron_h", "Mamba 2, experts, attention and an MLP, a layer each", experts=True, tiny=True),
-    "LFM2": Family("lfm2", "short convolutions in every other layer", tiny=True),
-    "Granite 4": Family("granitemoehybrid", "Mamba 2, experts and a shared MLP", experts=True, tiny=True),
-    "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True),
-    "Jamba": Family("jamba", "Mamba 1, experts in some layers", experts=True, tiny=True),
-    "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True),
+    "Qwen3.5": Family("qwen3_5_text", "gated DeltaNet in every other layer", tiny=True, served=HEADS),
+    "Qwen3.5-MoE": Family(
+        "qwen3_5_moe_text", "the same with experts and a shared expert", experts=True, tiny=True, served=HEADS
+    ),
+    "Qwen3-Next": Family(
+        "qwen3_next", "gated DeltaNet, experts, a shared expert", experts=True, tiny=True, served=HEADS
+    ),
+    "Kimi-Linear": Family(
+        "kimi_linear", "KDA, latent attention without positions, experts", experts=True, tiny=True, served=LATENT
+    ),
+    "Nemotron-H": Family(
+        "nemotron_h", "Mamba 2, experts, attention and an MLP, a layer each", experts=True, tiny=True, served=HEADS
+    ),
+    "LFM2": Family("lfm2", "short convolutions in every other layer", tiny=True, served=HIDDEN | {"conv_dim": 128}),
+    "Granite 4": Family(
+        "granitemoehybrid",
+        "Mamba 2, experts and a shared MLP",
+        experts=True,
+        tiny=True,
+        served=HIDDEN | {"mamba_d_head": 64},
+    ),
+    "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True, served=HIDDEN),
+    "Jamba": Family("jamba", "Mamba 1, experts in some layers", experts=True, tiny=True, served=HIDDEN),
+    "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True, served=HIDDEN),
 }
 
 
 def save(
-    family: Family, folder: Path, seed: int = 0, change: Callable[[str, torch.Tensor], None] | None = None
+    family: Family,
+    folder: Path,
+    seed: int = 0,
+    change: Callable[[str, torch.Tensor], None] | None = None,
+    served: bool = False,
 ) -> Path:
     """Write the family's model and tokenizer into `folder`; `change` edits each weight in place before.
 
-    A `tiny` model has one seed, and takes no `change`.
+    A `tiny` model has one seed, and takes no `change`; `served`: with heads that vLLM's kernels take.
     """
     if family.tiny:
-        return save_tiny(family.architecture, folder, family.options)
+        return save_tiny(family.architecture, folder, {**family.options, **(family.served if served else {})})
     build = family.build_config().model_copy(update={"seed": seed})
     model = load_language_model(ModelConfig(build=build))
     generator = torch.Generator().manual_seed(seed)

@@ -58,7 +58,7 @@ def run_cell(family: Family, column: str) -> str:
     assert run is not None
     with tempfile.TemporaryDirectory() as path:
         try:
-            run(save(family, Path(path) / "model"))
+            run(save(family, Path(path) / "model", served=column.startswith("vllm")))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the cell
             return _sentence(str(error) or type(error).__name__, path)
     return checks.YES
@@ -75,6 +75,7 @@ def run_ranks(names: Iterable[str], column: str) -> dict[str, str]:
 def _sentence(text: str, folder: str) -> str:
     said = text.replace(f"model.path '{folder}/model' cannot be loaded: ", "").replace(f"{folder}/model", "the model")
     said = re.sub(r"/tmp/\S+", "the model", " ".join(said.splitlines()[-1:] or [said]))
+    said = re.sub(r".* after (\w+: .*) \(its log: .*", r"vLLM's \1", said)  # the last words of a server
     return said.replace("|", "/")[:300]
 
 
