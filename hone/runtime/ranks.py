@@ -10,10 +10,10 @@ wait ends after `runtime.collective_timeout_s`, or at once when another rank's p
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +28,7 @@ from hone.runtime.base import RankLost
 
 R = TypeVar("R")
 
-_PDEATHSIG = 1  # of prctl
+LOOK_S = 0.5  # between two looks at the parent process
 
 
 def rank() -> int:
@@ -65,9 +65,18 @@ def join(timeout_s: float) -> None:
 
 
 def _stop_with_torchrun() -> None:
-    """Have the kernel send SIGTERM to this rank when torchrun is killed, because nobody else would end it (Linux)."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    """Send SIGTERM to this rank, once, when torchrun is killed, because nobody else would end it.
+
+    The kernel's own signal of a parent's end comes once for each thread of torchrun, and a second one stops at once.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(),), name="end of torchrun", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def require_one(command: str) -> None:

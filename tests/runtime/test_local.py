@@ -258,22 +258,24 @@ def test_platforms_name_their_collectives():
 
 
 RANK = """
-import signal
+import signal, time
 from hone.runtime import ranks
 signal.signal(signal.SIGTERM, lambda *_: print("stopped", flush=True))
 ranks.join(60)
 print("joined", flush=True)
 signal.alarm(60)
 signal.pause()
+time.sleep(1.2)  # a second signal would stop a run at once
 """
 LAUNCHER = """
-import subprocess, sys, time
+import subprocess, sys, threading, time
 subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+for _ in range(8):  # as torchrun has: the kernel gives a child to one after the other
+    threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
 time.sleep(120)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
 def test_a_rank_stops_when_torchrun_is_killed():
     under_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "a"}
     command = [sys.executable, "-c", LAUNCHER, RANK]
