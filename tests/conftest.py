@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HONE_DEVICE_FACTS"] = os.devnull  # not what a developer's `hone plan --calibrate` wrote
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or NVIDIA's products may not repeat (`deterministic`)
 
 import pytest

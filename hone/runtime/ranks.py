@@ -10,6 +10,7 @@ wait ends after `runtime.collective_timeout_s`, or at once when another rank's p
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -64,6 +65,7 @@ def join(timeout_s: float) -> None:
     dist.init_process_group(platform.collectives(), timeout=timedelta(seconds=timeout_s))
 
 
+@functools.cache
 def _stop_with_torchrun() -> None:
     """Send SIGTERM to this rank, once, when torchrun is killed, because nobody else would end it.
 

@@ -99,6 +99,7 @@ def test_evaluate_generate_and_score(done):
     assert hone.score("exact_match", rows[:1], workers=1)[0]["components"] == {"reward": 1.0}
 
 
+@pytest.mark.slow
 def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, tmp_path):
     _, result, seen = done
     rows = [{"prompt": "abc", "solution": "cba"}, {"prompt": "dca", "solution": "acd", "note": "\ud83d"}]

@@ -14,6 +14,7 @@ from hone.trainers.run.context import Stopping
 from tests.trainers.tiny import metrics, recipe
 
 
+@pytest.mark.slow
 def test_two_values_are_two_runs_in_one_table_and_one_chart(tmp_path, capsys):
     run_file, handler = str(recipe(tmp_path, {"run": {"steps": 1}})), signal.getsignal(signal.SIGTERM)
     assert main(["train", run_file, "--sweep", "actor.optimizer.lr=1e-3,0.1", "--at-once", "2"]) == 0

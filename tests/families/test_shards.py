@@ -98,6 +98,7 @@ def of_ranks(folders, meshes):
     return {**found, **{f"unjoined {name}": one for name, one in unjoined.items()}, "spare": (len(shards), spare)}
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_weights_of_one_process(tmp_path):
     vision = ("published", "saved")
     meshes = {"shard": (*JOINED, *OTHER, *vision), "tensor": vision}

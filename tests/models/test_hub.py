@@ -132,6 +132,7 @@ def test_what_is_not_on_the_hub_is_one_sentence(hub, python, tmp_path):
     assert path.startswith("model.path: no folder no/such/folder")
 
 
+@pytest.mark.slow
 def test_without_the_hub_the_cache_is_enough(hub, python, tmp_path):
     commit = hub.add(write(tmp_path / "first", 0))
     assert python("-c", FIND, NAME, "")[0] == 0
