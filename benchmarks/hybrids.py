@@ -1,6 +1,6 @@
 """Cost of layers that carry a state: training steps of hybrid models beside one of attention alone.
 
-    python benchmarks/hybrids.py [--rounds 3] [--hidden 256] [--layers 8] [--tokens 4096]
+    python -m benchmarks.hybrids [--rounds 3] [--hidden 256] [--layers 8] [--tokens 4096]
 
 All rows train on the same ragged sequences of at most 512 tokens, in one micro-batch and one thread, each in a process
 of its own; the processes take one optimizer step each in turn. "in batches" is how hone computes a layer with a state:
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def answer(pipe: Connection, case: Case) -> Any:
-    """What the process of a row tells. Raises SystemExit if it does not."""
+    """Wait for what the process of a row sends. Raises SystemExit if it sends nothing or has ended."""
     if not pipe.poll(DEADLINE_S):
         raise SystemExit(f"{case.title}: no answer within {DEADLINE_S:g} s")
     try:

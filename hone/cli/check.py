@@ -72,11 +72,10 @@ def check(
             check_room(config, model)
             renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
             _say(_prompts(config, renderer))
-            found = _environment(config, renderer)
-            _say(found)
+            lines, failed = _environment(config, renderer)
+            _say(lines)
             tried = list(_rewards(config))
-            failed = bool(tried) and all("failed" in line for line in tried)
-            failed |= any(line.startswith("environment: problem: ") for line in found)
+            failed |= bool(tried) and all("failed" in line for line in tried)
             _say(tried)
         else:
             reader = READERS[config.kind]("train", config.data.train, "data.train")
@@ -113,21 +112,21 @@ def _prompts(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
     yield f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"
 
 
-def _environment(config: PolicyRunConfig, renderer: Renderer) -> list[str]:
+def _environment(config: PolicyRunConfig, renderer: Renderer) -> tuple[list[str], bool]:
     """Make the environments as a run does before its first step, and play one prompt with policies without a model.
 
-    Raises ConfigError for one that cannot be used.
+    Returns lines, and whether there is a problem. Raises ConfigError for an environment that cannot be used.
     """
     asyncio.run(make_runner(config.episode, renderer).close())
     name = config.episode.env.name
     if name == "chat":
-        return []
+        return [], False
     if name not in ENVS:
-        return [f"environment: {name} can be made; it leads its episodes itself, so only a run plays it"]
+        return [f"environment: {name} can be made; it leads its episodes itself, so only a run plays it"], False
     drawn = PromptStream(config.data, renderer, config.run.seed).take(1)
     found = played(Subject(config.episode, drawn, renderer), CALL_S)
     lines = [f"{name}: {found.episodes} episodes of one prompt, {found.turns} turns", *findings(found)]
-    return [f"environment: {line}" for line in lines]
+    return [f"environment: {line}" for line in lines], found.problems > 0
 
 
 def _rewards(config: PolicyRunConfig) -> Iterator[str]:

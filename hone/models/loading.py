@@ -21,7 +21,7 @@ from hone.models.attention.support import obstacle
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
-from hone.models.files.left_out import read_index
+from hone.models.files.left_out import require_all_files
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.files.tensors import save_tensors
 from hone.models.four_bit import finish, quantise, reading_options
@@ -217,7 +217,7 @@ def _from_pretrained(
         shard(empty)
 
     sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(held)
-    read_index(folder_of(model))  # what is wrong with it is a sentence here, and a traceback in transformers
+    require_all_files(folder_of(model))  # what is wrong is a sentence here, and may be a traceback in transformers
     try:
         _refuse_untrainable(model)
         with without_progress_bars(), loaded_weights_stay(), sharded as options:

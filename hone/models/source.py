@@ -95,7 +95,7 @@ def check_source(source: str, key: str, name: str, trust_remote_code: bool, revi
         raise ModelError(f"{key}: folder {source} has no {name}{_near(folder)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{key}: {path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{key}: {path} should contain a JSON object, found {type(config).__name__}")

@@ -50,7 +50,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             locate(source, key, revision, weights=False).folder, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
     if loaded.eos_token_id is None:
         raise ModelError(f"{key} {source!r} has a tokenizer without an end-of-sequence token (found {sorted(config)})")
@@ -71,7 +71,7 @@ def _generation_ends(model: ModelConfig) -> tuple[int, ...]:
         return ()
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} should hold a JSON object: {error}") from error
     ends = found if isinstance(found, list) else [found]
     return tuple(end for end in ends if isinstance(end, int) and not isinstance(end, bool))

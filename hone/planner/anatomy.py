@@ -22,7 +22,7 @@ from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
-from hone.models.files.left_out import WHOLE, left_out, read_index
+from hone.models.files.left_out import WHOLE, left_out, read_index, require_all_files
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
@@ -125,6 +125,8 @@ def examine(model: ModelConfig) -> Anatomy:
     reason = reason or obstacle(config, type(empty)) or unknown_states(empty)
     if reason and getattr(empty.config.get_text_config(), "num_hidden_layers", None) is None:
         raise ModelError(f"model.path {model.path!r} cannot be trained: {reason}")
+    if Path(model.path or "").is_dir() and any(folder.glob("*.safetensors")):  # else the weights are still on a hub
+        require_all_files(folder)
     return _measured(empty, reason, _files(folder, stored, empty))
 
 

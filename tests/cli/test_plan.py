@@ -7,6 +7,8 @@ import pytest
 
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
+from hone.planner.devices import known_devices
+from tests.trainers.tiny import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/quickstart/grpo.yaml"  # 64 prompts x 16 answers of at most 6 tokens
@@ -83,3 +85,13 @@ def test_supervised_runs_have_a_plan_too(capsys):
 def test_what_makes_no_plan_is_refused(arguments, says, capsys):
     assert main(["plan", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_machine_is_calibrated_also_for_a_vocabulary_of_few_tokens(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HONE_DEVICE_FACTS", str(tmp_path / "mine.yaml"))
+    code, found = planned(capsys, recipe(tmp_path), "--calibrate")  # 12 tokens
+    assert (code, found["fits"]) == (0, True)
+    assert "hone plan --calibrate" in found["device"]
+    (facts,) = known_devices()["cpu"].calibrated.values()
+    assert min(sum(facts[part]) for part in ("forward", "training", "decode", "prefill", "sync")) > 0

@@ -31,12 +31,8 @@ SIZES = {
 }
 HEADS = {"head_dim": 32}  # of `tiny` models, for vLLM
 HIDDEN = {"hidden_size": 128}  # of those that have no size of a head of their own
-LATENT = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}  # its only kernel on a CPU
+# The sizes of latent attention for which vLLM has a kernel on a CPU.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
 WIDE = {"hidden_size": 64, "heads": 2, "head_size": None}  # where a configuration has no size of a head of its own
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 

@@ -28,6 +28,7 @@ WIDE_STATE = "olmo_hybrid"  # whose rate of decay is read in float32 whatever th
 STORED = {
     f"{COMPUTED} float32": {"compute_dtype": "float32"},
     f"{SHARED} float32": {"compute_dtype": "float32"},
+    f"{SHARED} mixed": {"compute_dtype": "bfloat16"},
     f"{WIDE_HEAD} mixed": {"compute_dtype": "bfloat16"},
     f"{WIDE_HEAD} adapter": {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=2)},
     f"{WIDE_STATE} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},
@@ -136,6 +137,7 @@ def scores(folders):
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ranks_store_and_compute_as_one_process_does(tmp_path):
     kinds = {way.split()[0] for way in STORED}

@@ -69,3 +69,18 @@ def test_an_index_beside_a_whole_file_is_not_read(tmp_path):
     anatomy = examine(ModelConfig(path=str(tmp_path)))
     assert (anatomy.files.count, anatomy.files.left_out) == (1, {})
     load_language_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_file_that_the_index_names_and_the_folder_lacks_is_named(tmp_path):
+    """A download that was stopped, on a disk: found before a run. Without any weights, they are still on a hub."""
+    model = ModelConfig(build=BuildConfig(hidden_size=16, layers=2, heads=2, mlp_size=16, max_positions=16))
+    load_language_model(model).save_pretrained(tmp_path, max_shard_size="4KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    for shard in shards[1:]:
+        shard.unlink()
+    missing = f"has no {shards[1].name} and {len(shards) - 2} more, which {INDEX} names; download the model again"
+    for find in (examine, load_language_model):
+        with pytest.raises(ModelError, match=missing):
+            find(ModelConfig(path=str(tmp_path)))
+    shards[0].unlink()
+    assert examine(ModelConfig(path=str(tmp_path))).files.count == len(shards)

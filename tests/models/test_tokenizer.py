@@ -72,3 +72,15 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Nothing"}')
     with pytest.raises(ModelError, match="has no usable tokenizer"):
         load_tokenizer(ModelConfig(build=BuildConfig(), tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "{", "", "[" * 100_000])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_tokenizer_is_one_sentence(tmp_path, name, text):
+    build_tokenizer(BuildConfig()).save_pretrained(tmp_path)
+    model = ModelConfig(build=BuildConfig(), tokenizer=str(tmp_path))
+    load_tokenizer(model)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=r"^model\.tokenizer.*(no usable tokenizer|JSON)") as raised:
+        load_tokenizer(model)
+    assert "\n" not in str(raised.value)

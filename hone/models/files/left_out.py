@@ -63,6 +63,15 @@ def read_index(folder: Path) -> tuple[dict[str, str], int] | None:
     return found, int(size) if isinstance(size, int | float) and math.isfinite(size) else 0
 
 
+def require_all_files(folder: Path) -> None:
+    """Raise ModelError if files that the folder's index names are not there, as after a download that was stopped."""
+    index = read_index(folder)
+    missing = sorted({file for file in (index[0].values() if index else ()) if not (folder / file).is_file()})
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{folder} has no {missing[0]}{more}, which {INDEX} names; download the model again")
+
+
 def _names(folder: Path) -> Iterator[str]:
     if (index := read_index(folder)) is not None:
         yield from index[0]
@@ -76,4 +85,4 @@ def _names(folder: Path) -> Iterator[str]:
             raise ModelError(f"{path} is damaged: {error}") from error
 
 
-__all__ = ["INDEX", "WHOLE", "left_out", "read_index"]
+__all__ = ["INDEX", "WHOLE", "left_out", "read_index", "require_all_files"]
