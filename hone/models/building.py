@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hone.models.attention.packed import PACKED
 from hone.models.attention.support import obstacle
 from hone.models.errors import ModelError
+from hone.models.files.partial import alone
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import SPECIAL_TOKENS
 from hone.models.transformers_patches import name_body
@@ -117,7 +116,7 @@ def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
     if not writes:
         yield partial
         return
-    with _alone(folder.with_name(f".{folder.name}.lock")):
+    with alone(folder.with_name(f".{folder.name}.lock")):
         if old.exists() and not folder.exists():  # a process was killed between the two renames below
             old.rename(folder)
         for one in (partial, old):  # of a process that was killed
@@ -131,31 +130,6 @@ def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file: two processes that write one folder would remove each other's files.
-
-    The kernel releases the lock of a process that is killed. Raises BlockingIOError if another process holds it.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with lock.open("a", encoding="utf-8") as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_current = os.path.samestat(os.fstat(held.fileno()), lock.stat())
-            except BlockingIOError as error:
-                raise BlockingIOError(error.errno, "another process is writing it", str(lock)) from error
-            except FileNotFoundError:
-                is_current = False
-            if not is_current:  # its last holder removed it after it was opened here
-                continue
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-            return
 
 
 def save_configs(model: Any, config: Any, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """GGUF files and packaged models: the same weights, tokens and log-probs as transformers reads, and one clear error."""
 
 import hashlib
+import subprocess
 import sys
 import zipfile
 
@@ -15,6 +16,7 @@ from hone.engines.lora.adapter_files import base_identity
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.errors import ModelError
 from hone.models.files.packaged import PACKAGED, Packaged
+from hone.models.files.partial import partial_of
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.loading import load_language_model
 from hone.models.settings import ModelConfig
@@ -109,6 +111,29 @@ def test_it_is_converted_once_and_again_when_it_has_changed(file, tmp_path, capl
     write_gguf(file, seed=1)
     again = load_language_model(ModelConfig(path=str(file))).state_dict()["model.embed_tokens.weight"]
     assert not torch.equal(first, again)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from hone.models.files.partial import partial_of
+with partial_of(pathlib.Path(sys.argv[1])) as folder:
+    folder.mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_killed_conversions_left_is_removed_and_what_others_write_stays(file, tmp_path):
+    folder = tmp_path / "cache" / "gguf"
+    subprocess.run([sys.executable, "-c", KILLED, folder / "killed"], timeout=60)
+    (left,) = (one for one in folder.iterdir() if one.is_dir())
+    with partial_of(folder / "other") as written:
+        written.mkdir()
+        load_tokenizer(ModelConfig(path=str(file)))
+        assert written.is_dir()
+        assert not left.exists()
+    (only,) = folder.iterdir()
+    assert only.name.startswith("tiny-")
 
 
 @pytest.mark.filterwarnings("ignore")

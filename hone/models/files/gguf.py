@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
 from hone.models.errors import ModelError
+from hone.models.files.partial import partial_of
 from hone.models.files.progress_bars import without_progress_bars
 
 LOG = logging.getLogger("hone.models")
@@ -67,40 +68,33 @@ def _convert(file: Path, folder: Path, key: str) -> None:
         raise ModelError(f"{key}: {file} needs the package gguf: pip install 'gguf>=0.19'")
     LOG.warning("converting %s to float32 in %s, once", file, folder)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        with without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(**where, **_dequantising(), dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        model.config.__dict__.pop("quantization_config", None)  # or whoever loads it would quantise again
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-    except (OSError, ValueError, RuntimeError, KeyError, IndexError, ImportError, NotImplementedError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{key}: transformers cannot read the GGUF file {file}: {reason}") from error
-    bits = 8 * file.stat().st_size / max(sum(one.numel() for one in model.parameters()), 1)
-    if bits < PLAIN_BITS:
-        LOG.warning(
-            "%s has %.1f bits per weight: training starts from the dequantised values, and what the "
-            "rounding lost stays lost",
-            file.name,
-            bits,
-        )
-    _into_place(partial, folder)
+    with partial_of(folder) as partial:
+        try:
+            with without_progress_bars():
+                model = AutoModelForCausalLM.from_pretrained(**where, **_dequantising(), dtype=torch.float32)
+                tokenizer = AutoTokenizer.from_pretrained(**where)
+            model.config.__dict__.pop("quantization_config", None)  # or whoever loads it would quantise again
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        except (OSError, ValueError, RuntimeError, KeyError, IndexError, ImportError, NotImplementedError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{key}: transformers cannot read the GGUF file {file}: {reason}") from error
+        bits = 8 * file.stat().st_size / max(sum(one.numel() for one in model.parameters()), 1)
+        if bits < PLAIN_BITS:
+            LOG.warning(
+                "%s has %.1f bits per weight: training starts from the dequantised values, and what the "
+                "rounding lost stays lost",
+                file.name,
+                bits,
+            )
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            if not (folder / "config.json").is_file():
+                raise
 
 
 def _dequantising() -> dict[str, Any]:
     """Options of `from_pretrained`. Before 5.17, transformers has no such class, and dequantises always."""
     kind = getattr(quantization_config, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
-
-
-def _into_place(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(partial, ignore_errors=True)
-        if not (folder / "config.json").is_file():
-            raise

