@@ -14,6 +14,10 @@ VULGAR = {  # ½ -> ("1", "2")
     chr(code): tuple(unicodedata.normalize("NFKC", chr(code)).split("⁄"))
     for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189)
 }
+_GAP = r"(?:\{,\}|,\\[!,;: ]\s?|\{?\\(?:[!,;: ]|thinspace\b)\}?\s?|[~ \u00a0\u2002-\u200a\u202f\u205f])"
+_GAPS = re.compile(_GAP)
+_GROUPS = re.compile(rf"(?<![0-9])[0-9]++(?:{_GAP}[0-9]++)++")
+_UNDER = re.compile(r"\s?/\s?([0-9]{1,30})")
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
 _RUN = re.compile(
     r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)(?:/(?P<under>[0-9]{1,30})(?![0-9]))?"
@@ -51,6 +55,31 @@ def spelled(value: Any) -> str:
         raise ValueError(f"the ground truth should be a number, found {value}")
     text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def joined(text: str) -> str:
+    """The text without what stands between groups of three digits of one number: spaces, or TeX's thin ones.
+
+    >>> joined(r"1 000"), joined(r"12\\,345.6"), joined("1{,}000"), joined("1 2"), joined("1 0000"), joined("2 100/201")
+    ('1000', '12345.6', '1000', '1 2', '1 0000', '2 100/201')
+    """
+    return _GROUPS.sub(_joined, text)
+
+
+def _joined(found: re.Match[str]) -> str:
+    text, (first, *rest) = found.string, _GAPS.split(found[0])
+    before, after = text[max(found.start() - 2, 0) : found.start()], text[found.end() : found.end() + 1]
+    is_spaced = " " in _GAPS.findall(found[0])
+    if before[-1:] in (".", ",") and before[:1].isdigit():  # digits after the point, which TeX's spaces may group
+        fits = len(first) == 3 and not is_spaced and before[1] == "."
+    else:
+        fits = len(first) < 4 and first[0] != "0" and before[-1:] not in ("^", "_")
+    if not fits or any(len(group) != 3 for group in rest):
+        return found[0]
+    under = _UNDER.match(text, found.end())
+    is_mixed = under and len(rest) == 1 and rest[0][0] != "0" and int(rest[0]) < int(under[1])  # 2 100/201
+    is_list = is_spaced and before[-1:] + after in ("[]", "()")  # a vector, or a cycle
+    return found[0] if is_mixed or is_list else first + "".join(rest)
 
 
 def only_number(text: str) -> Fraction | None:
@@ -107,7 +136,7 @@ def last_number(text: str) -> Fraction | None:
 
 def _plain(text: str) -> str:
     """The text without dollar signs and backslashes, with numbers spelled in digits, and without times and powers."""
-    text = text.replace("{,}", ",").translate(_TEX)
+    text = joined(text).replace("{,}", ",").translate(_TEX)
     text = _DATE.sub("(date)", _TIME.sub("(time)", text))
     text = _MIXED.sub(_improper, text)
     text = re.sub(f"[{''.join(VULGAR)}]", lambda found: "/".join(VULGAR[found[0]]), text)

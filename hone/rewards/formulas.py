@@ -15,7 +15,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from hone.data.answers import between_tags
-from hone.rewards.extraction import VULGAR
+from hone.rewards.extraction import VULGAR, joined
 
 _MARKS = re.compile(
     r"(?P<box>\\{1,4}(?:boxed|fbox|framebox)\s{0,9}\{)|\\{1,4}boxed\s{1,9}(?P<bare>[^\s$,;{}\\]{1,200})|\\.|[{}]",
@@ -28,7 +28,6 @@ _MOST_NUMBERS = 200  # in powers of ten, that are spelled out: each can grow to 
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
 _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\[!,;: ]\s?|\\[!,;:])(?=\d{3})")
 _CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
@@ -150,7 +149,7 @@ def _joined(before: list[tuple[str, int]], text: str, start: int) -> list[tuple[
 
 
 def plain(text: str) -> str:
-    """A formula without what surrounds it: dollars, quotes, tags, units of money, commas of thousands.
+    """A formula without what surrounds it: dollars, quotes, tags, units of money, gaps of thousands.
 
     >>> plain(r"$\\$32,\\!348.50$."), plain("`3½`"), plain("<b>1.5e3</b>")
     ('32348.50', '3\\\\frac{1}{2}', '1500')
@@ -160,7 +159,7 @@ def plain(text: str) -> str:
         text = inner
     text = re.sub(r"\\?[$£€¥₹]", "", text).replace("¢", " cents")
     text = _CASES.sub(_equations, text)
-    text = _THOUSANDS.sub("", text)
+    text = joined(text)
     text = _fractions(text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
@@ -224,7 +223,7 @@ def prose(text: str) -> str:
     text = _TAG.sub(" ", text.replace("`", " ")).replace("\\$", "")
     if len(re.findall(r"(?<!\\)\$", text)) % 2:  # not all of them can surround formulas: those before numbers are money
         text = re.sub(r"\$(?=\s?\d)", "", text)
-    text = _THOUSANDS.sub("", text)
+    text = joined(text)
     text = _spelled_out(text.replace("−", "-"))
     text = re.sub(
         rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text

@@ -26,7 +26,7 @@ from math_verify import parse, verify
 from sympy import Basic, Mul, Pow, Product, Rational, Symbol, factorial
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from hone.rewards.extraction import spelled
+from hone.rewards.extraction import joined, spelled
 from hone.rewards.formulas import (
     after_final,
     answer_part,
@@ -77,7 +77,7 @@ def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     truth = _expected(spelled(ground_truth))
     try:
         with _limited():
-            return float(_is_right(truth, answer_part(response)))
+            return float(_is_right(truth, joined(answer_part(response))))
     except _TooMuch:
         return 0.0
 

@@ -165,12 +165,12 @@ TRIED: dict[str, dict[str, str]] = {
     "hone/rewards/exact_match.py": {"1 without a name": "reward exact_match"},
     "hone/rewards/extraction.py": {
         **dict.fromkeys(("_RUN", "_NUMBER", "_LIST", "_GOES_ON", "_TIME", "_DATE", "_MIXED"), "reward gsm8k"),
-        **dict.fromkeys(("_SCIENTIFIC", "_POWER"), "reward gsm8k"),
+        **dict.fromkeys(("_SCIENTIFIC", "_POWER", "_GAPS", "_GROUPS", "_UNDER"), "reward gsm8k"),
         **dict.fromkeys(("_UNIT", "_JOINING", "2 without a name"), "numbers alone"),
     },
     "hone/rewards/formulas.py": dict.fromkeys(
         (
-            *("_MARKS", "_ONE_NUMBER", "_SCIENTIFIC", "_THOUSANDS", "_CLOCK", "_RATIO", "_MIXED", "_TEXT", "_TAG"),
+            *("_MARKS", "_ONE_NUMBER", "_SCIENTIFIC", "_CLOCK", "_RATIO", "_MIXED", "_TEXT", "_TAG"),
             *(
                 "_CASES",
                 "_MONEY",

@@ -40,6 +40,8 @@ math_module = sys.modules[math.__module__]
         ("#### 007", "7"),
         ("#### 50%", "50"),
         ("#### 1{,}000", "1000"),
+        ("#### 12 500 clips", "12500"),
+        ("#### 1 2", "1"),
         ("#### 5\n#### 6", "6"),
         ("#### 5\n#### none", "5"),
         ("#### 5 and 6", "5"),
@@ -78,6 +80,8 @@ def test_marked_number(text, number):
         ("1,2,3", "3"),
         ("12,34", "34"),
         ("1,111,1", None),
+        ("so 12\u202f500", "12500"),
+        ("1 0000", "0"),
         ("5 or 1" + ",111" * 50 + ",1", None),
         ("1,000,00", None),
         ("0,111", None),
@@ -155,6 +159,7 @@ def test_math(response, truth, value):
     assert math(response, truth, {}) == value
 
 
+GAPS = (" ", "\\,", "\\ ", "{,}", "~", "\u2009", "{\\,}", "\\thinspace ")
 MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
 
 
@@ -206,6 +211,23 @@ MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
         (r"\boxed{\begin{cases}x=1\\y=3\end{cases}}", "x=1,y=2", 0.0),
         ("It costs $5 and then $10", "10", 1.0),
         ("It costs $5 and then $10", "5", 0.0),
+        # spaces between groups of three digits, and no others
+        *(
+            (rf"\boxed{{1{gap}000}}", "1000", 1.0)
+            for gap in (" ", "\\,", "\\ ", "{,}", "~", "\u2009", "{\\,}", "\\thinspace ")
+        ),
+        (r"\boxed{-1 234 567.5}", "-1234567.5", 1.0),
+        (r"\boxed{1 000, 2 000}", "2000, 1000", 1.0),
+        (r"\boxed{1 000}", "1", 0.0),
+        (r"\boxed{1 2}", "12", 0.0),
+        (r"\boxed{1\,2}", "12", 0.0),
+        (r"\boxed{1\,0001}", "10001", 0.0),
+        (r"\boxed{1234 567}", "1234567", 0.0),
+        (r"\boxed{[1 200 300]}", "1200300", 0.0),
+        (r"\boxed{1 100/201}", "301/201", 1.0),
+        (r"\boxed{3.141\,592}", "3.141592", 1.0),
+        ("It costs \\$1 000.", "$1000", 1.0),
+        ("The answer is 1 000.", "0", 0.0),
         # quotes, tags, mixed numbers, times
         ("The answer is `42`", "42", 1.0),
         ("<answer>42</answer> or 7", "42", 1.0),
@@ -250,7 +272,17 @@ def test_math_pays_right_answers_and_no_others(response, truth, value):
     assert math(response, truth, {}) == value
 
 
-@pytest.mark.parametrize("text", [r"\boxed{" * 20_000, "$" * 60_001, "(" * 20_000 + "½" * 20_000, "12:30 " * 20_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" * 20_000,
+        "$" * 60_001,
+        "1 000" * 20_000 + "/7",
+        "1\\," * 20_000,
+        "(" * 20_000 + "½" * 20_000,
+        "12:30 " * 20_000,
+    ],
+)
 def test_boxes_and_plain_texts_take_time_linear_in_the_text(text):
     assert boxes(text) == ()
     plain(text)
