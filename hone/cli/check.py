@@ -25,6 +25,7 @@ from hone.data.columns import PromptReader
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, PromptStream, TooLong, make_renderer
 from hone.envs import ENVS
+from hone.envs.base import Start
 from hone.envs.runners import make_runner
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ from hone.trainers.run.run_model import FOLDER, local_model
 ROWS = 3  # that rewards score
 RENDERED = 200  # rows whose length is measured
 CALL_S = 30.0  # deadline of one call of an environment, in seconds
-SHOWN = 300  # last characters of the first prompt
+SHOWN = 1000  # last characters of the first prompt
 
 
 def check(
@@ -71,9 +72,12 @@ def check(
             check_settings(config)
             check_room(config, model)
             renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
-            _say(_prompts(config, renderer))
-            lines, failed = _environment(config, renderer)
-            _say(lines)
+            rows, shown = _prompts(config, renderer)
+            played, failed, start = _environment(config, renderer)
+            if start is not None:  # it may have tools, and need not be the row's prompt
+                ids = start.token_ids or renderer.render_prompt(start.messages, start.tools)
+                shown = renderer.decode(ids, keep_special=True)
+            _say([rows, f"first prompt, as the model reads it: {shown[-SHOWN:]!r}", *played])
             tried = list(_rewards(config))
             failed |= bool(tried) and all("failed" in line for line in tried)
             _say(tried)
@@ -93,7 +97,8 @@ def _say(lines: Iterable[str]) -> None:
         typer.echo(printable(line))
 
 
-def _prompts(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
+def _prompts(config: PolicyRunConfig, renderer: Renderer) -> tuple[str, str]:
+    """Return a line about the rows, and the first prompt as text."""
     maker = PromptMaker("train", config.data.train, renderer, "data.train")
     reader, lengths, dropped, shown = maker.reader, [], 0, ""
     for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
@@ -104,29 +109,29 @@ def _prompts(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
             continue
         lengths.append(len(prompt.token_ids))
         shown = shown or renderer.decode(prompt.token_ids, keep_special=True)
+    rows = f"data: {len(reader)} rows"
     if not lengths:
-        yield f"data: {len(reader)} rows; all of the first {dropped} are too long: see data.train.max_prompt_tokens"
-        return
+        return f"{rows}; all of the first {dropped} are too long: see data.train.max_prompt_tokens", ""
     more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
-    yield f"data: {len(reader)} rows; prompts of {min(lengths)} to {max(lengths)} tokens{more}"
-    yield f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"
+    return f"{rows}; prompts of {min(lengths)} to {max(lengths)} tokens{more}", shown
 
 
-def _environment(config: PolicyRunConfig, renderer: Renderer) -> tuple[list[str], bool]:
+def _environment(config: PolicyRunConfig, renderer: Renderer) -> tuple[list[str], bool, Start | None]:
     """Make the environments as a run does before its first step, and play one prompt with policies without a model.
 
-    Returns lines, and whether there is a problem. Raises ConfigError for an environment that cannot be used.
+    Returns lines, whether there is a problem, and how the first episode begins if the environment decides that.
+    Raises ConfigError for an environment that cannot be used.
     """
     asyncio.run(make_runner(config.episode, renderer).close())
     name = config.episode.env.name
     if name == "chat":
-        return [], False
+        return [], False, None
     if name not in ENVS:
-        return [f"environment: {name} can be made; it leads its episodes itself, so only a run plays it"], False
+        return [f"environment: {name} can be made; it leads its episodes itself, so only a run plays it"], False, None
     drawn = PromptStream(config.data, renderer, config.run.seed).take(1)
     found = played(Subject(config.episode, drawn, renderer), CALL_S)
     lines = [f"{name}: {found.episodes} episodes of one prompt, {found.turns} turns", *findings(found)]
-    return [f"environment: {line}" for line in lines], found.problems > 0
+    return [f"environment: {line}" for line in lines], found.problems > 0, found.start
 
 
 def _rewards(config: PolicyRunConfig) -> Iterator[str]:

@@ -108,6 +108,12 @@ def test_an_environment_is_played(tmp_path, capsys, name, code, said):
     assert said in capsys.readouterr().out
 
 
+def test_the_first_prompt_is_the_one_of_the_environment(capsys):
+    assert main(["check", "recipes/tools/calculator.yaml"]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("first prompt")]
+    assert "<bos><system>mul<user>" in line  # the tool that the rows do not have
+
+
 def test_the_line_of_figures(tmp_path):
     config = load_recipe(recipe(tmp_path)).config
     line, _ = judged([group(1.0)], [group(1.0, 0.0)], config)

@@ -76,6 +76,7 @@ class Checkup:
     findings: list[Finding] = field(default_factory=list)
     endings: dict[str, Counter[str]] = field(default_factory=dict)  # policy -> how many episodes ended how
     tools: tuple[str, ...] = ()
+    start: Start | None = None  # of the first episode
     turns: int = 0
     longest: int = 0  # characters of the longest text that the policy could read
     longest_cut: int = 0  # of those that were cut
@@ -217,6 +218,7 @@ class Checker:
     # ------------------------------------------------------------------------------------------- what is looked at
 
     def _check_start(self, start: Start) -> None:
+        self.found.start = self.found.start or start
         self._check_messages(start.messages, "the start", roles=(*ROLES, "assistant"))
         for one in tool_findings(start.tools):
             self.found.note(one.kind, one.text)
