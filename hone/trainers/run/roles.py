@@ -95,5 +95,11 @@ def is_its_own_reference(policy: EngineConfig) -> bool:
 
 
 def frozen_engine(engine: EngineConfig, keep_adapter: bool = False) -> EngineConfig:
-    """Engine settings of a model that is never trained: without an adapter, unless the policy starts with one."""
-    return engine if keep_adapter else engine.model_copy(update={"lora": None})
+    """Engine settings of a model that is never trained: without an adapter, unless the policy starts with one.
+
+    Another model than the policy's is not the one that a service holds, so an engine of hone's own computes it.
+    """
+    if keep_adapter:
+        return engine
+    backend = engine.backend if engine.backend.computes_here else EngineConfig().backend
+    return engine.model_copy(update={"lora": None, "backend": backend})

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ from hone.engines.optimizers import Schedule
 from hone.engines.settings import LoraConfig, OptimizerConfig
 from hone.models.vision.image_processor import save_language
 from hone.runtime import ranks
-from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need, merge_metrics
+from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need, TopK, merge_metrics
 from hone_tinker.connection import ServiceFailed, connect, field_of
-from hone_tinker.gradients import check_needs, fixed_weights, token_weights
-from hone_tinker.messages import Weighted, read_answer, read_logprobs, sampling_request, training_requests
+from hone_tinker.gradients import check_needs, fixed_weights, targets, token_weights
+from hone_tinker.messages import Answer, Weighted, read_answer, read_logprobs, sampling_request, training_requests
 from hone_tinker.settings import ServiceSettings
 
+T = TypeVar("T")
 STATE = "service.json"  # of a checkpoint
 SNAPSHOT, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
 """Names of the tensors that a weight sync sends in place of weights."""
@@ -105,27 +106,28 @@ class ServiceEngine:
             raise ValueError("Batch.loss_weights is not set: the loss has no denominator (see aggregation)")
         weights = fixed_weights(loss, batch)
         if weights is None:
-            weights, step = token_weights(loss, batch, self._train(batch, None))
-            self._train(batch, weights)
+            wanted = targets(loss, batch)
+            weights, step = token_weights(loss, batch, self._train(batch, wanted, None))
+            self._train(batch, wanted, weights)
         else:
-            _, step = token_weights(loss, batch, self._train(batch, weights))
+            _, step = token_weights(loss, batch, self._train(batch, batch.token_ids, weights))
         self._remember(batch)
         return step.metrics()
 
-    def _train(self, batch: Batch, weights: Tensor | None) -> Tensor:
-        """Log-probs [T] of the sequences with a loss, 0 elsewhere; with weights, a backward too."""
+    def _train(self, batch: Batch, wanted: Tensor, weights: Tensor | None) -> Tensor:
+        """Log-probs of tokens [T] or [T, K] in the sequences with a loss, 0 elsewhere; with weights, a backward too."""
         bounds = batch.cu_seqlens.tolist()
         chosen = [(a, b) for a, b in pairwise(bounds) if bool(batch.loss_mask[a:b].any())]
-        counted = torch.zeros(batch.num_tokens) if weights is None else weights.float()
-        sequences = [Weighted(batch.token_ids[a:b], counted[a:b]) for a, b in chosen]
+        counted = torch.zeros(wanted.shape) if weights is None else weights.float()
+        sequences = [Weighted(batch.token_ids[a:b], wanted[a:b], counted[a:b]) for a, b in chosen]
         requests = training_requests(self._model_id, self._seq + 1, sequences, weights is None)
         self._seq += len(requests)
-        found = torch.zeros(batch.num_tokens)
+        found = torch.zeros(wanted.shape)
         rows = [row for body in self._service.wait(self._results(requests)) for row in read_logprobs(body)]
         for (a, b), row in zip(chosen, rows, strict=True):
-            found[a + 1 : b] = row
+            found[a + 1 : b] = row.view(wanted[a + 1 : b].shape)
         self._service.usage.trained += sum(b - a for a, b in chosen)
-        return torch.where(batch.loss_mask, found, 0)
+        return torch.where(batch.loss_mask.view(-1, *[1] * (wanted.dim() - 1)), found, 0)
 
     async def _results(self, requests: Sequence[bytes]) -> list[bytes]:
         found: list[bytes] = await asyncio.gather(*(self._service.result("forward_backward", one) for one in requests))
@@ -162,21 +164,34 @@ class ServiceEngine:
         return {}
 
     def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
-        """See `BaseEngine`. Raises ValueError for needs beyond log-probs."""
-        wanted = sorted(map(str, needs))
-        if wanted:
-            raise ValueError(f"{', '.join(wanted)} of a forward is needed, and services return log-probs only")
-        if self._adapter and self._schedule is not None:
-            return ModelOutput(logprobs=self._train(batch, None))
-        return ModelOutput(logprobs=self._base_logprobs(batch))
+        """See `BaseEngine`. Raises ValueError for needs beyond log-probs and, of the base model, likely tokens."""
+        trained = self._adapter and self._schedule is not None
+        likely = [need.count for need in needs if isinstance(need, TopK) and not trained]
+        if len(likely) < len(needs):
+            wanted = ", ".join(sorted(map(str, needs)))
+            raise ValueError(f"{wanted} of a forward is needed, and services return log-probs only")
+        if trained:
+            return ModelOutput(logprobs=self._train(batch, batch.token_ids, None))
+        return self._base_scores(batch, max(likely, default=0))
 
-    def _base_logprobs(self, batch: Batch) -> Tensor:
-        """The prompt log-probs of the base model's sampler, [T]."""
+    def _base_scores(self, batch: Batch, top_k: int) -> ModelOutput:
+        """The prompt log-probs of the base model's sampler, and its likeliest tokens at each place."""
         if not self._base_session:
             self._base_session = self._service.wait(self._open_base())
-        bounds = batch.cu_seqlens.tolist()
-        rows = self._service.wait(self._scores([batch.token_ids[a:b].tolist() for a, b in pairwise(bounds)]))
-        return torch.where(batch.loss_mask, torch.cat(rows).nan_to_num(0.0), 0)
+        bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask
+        sequences = [batch.token_ids[a:b].tolist() for a, b in pairwise(bounds)]
+        answers = self._service.wait(self._scores(sequences, top_k))
+        logprobs = torch.where(mask, torch.cat([_scored(one.prompt_logprobs) for one in answers]).nan_to_num(0.0), 0)
+        if not top_k:
+            return ModelOutput(logprobs=logprobs)
+        ids, values = (torch.cat(parts) for parts in zip(*(_scored(one.prompt_top) for one in answers), strict=True))
+        return ModelOutput(
+            logprobs=logprobs,
+            extras={
+                "top_k_ids": torch.where(mask[:, None], ids.long(), 0),
+                "top_k_logprobs": torch.where(mask[:, None], values, 0),
+            },
+        )
 
     async def _open_base(self) -> str:
         number = next(self._service.sampling_numbers)
@@ -184,7 +199,7 @@ class ServiceEngine:
         found = await self._service.post("create_sampling_session", {**body, "base_model": self._base_model})
         return str(field_of(found, "sampling_session_id", f"create_sampling_session at {self._service.url}"))
 
-    async def _scores(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+    async def _scores(self, sequences: Sequence[list[int]], top_k: int) -> list[Answer]:
         first, self._asked = self._asked, self._asked + len(sequences)
         bodies = [
             sampling_request(
@@ -193,12 +208,13 @@ class ServiceEngine:
                 sampling_session_id=self._base_session,
                 seq_id=first + number,
                 prompt_logprobs=True,
+                topk_prompt_logprobs=top_k,
             )
             for number, tokens in enumerate(sequences)
         ]
         self._service.usage.prefilled += sum(map(len, sequences))
         found = await asyncio.gather(*(self._service.result("asample", body) for body in bodies))
-        return [_prompt_logprobs(body) for body in found]
+        return [read_answer(body) for body in found]
 
     def train_mode(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -224,7 +240,10 @@ class ServiceEngine:
         yield SNAPSHOT, torch.tensor(list(json.dumps(told).encode()), dtype=torch.float32)
         if self._probe is not None and self._checks:
             request = training_requests(
-                self._model_id, self._seq + 1, [Weighted(self._probe, torch.zeros(len(self._probe)))], True
+                self._model_id,
+                self._seq + 1,
+                [Weighted(self._probe, self._probe, torch.zeros(len(self._probe)))],
+                True,
             )
             self._seq += 1
             self._service.usage.trained += len(self._probe)
@@ -292,8 +311,8 @@ class ServiceEngine:
         """Does nothing: no memory of this machine is used."""
 
 
-def _prompt_logprobs(body: bytes) -> Tensor:
-    found = read_answer(body).prompt_logprobs
+def _scored(found: T | None) -> T:
+    """A part of an answer that was asked for."""
     if found is None:
         raise ServiceFailed("the service's sampler returned no log-probs of the prompt")
     return found

@@ -23,10 +23,11 @@ DATUMS, BYTES = 1024, 5_000_000  # most of one request, as the services' own cli
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """The tokens of one sequence, and the weight of each log-prob in the loss: sum of -weight x log-prob."""
+    """The tokens of one sequence, and the weight of each target's log-prob in the loss: sum of -weight x log-prob."""
 
     tokens: Tensor  # [N] int64
-    weights: Tensor  # [N] float32; the first one counts nothing
+    targets: Tensor  # [N] the tokens themselves, or [N, K] int64; the first place counts nothing
+    weights: Tensor  # as `targets`, float32
 
 
 def training_requests(model_id: str, first_seq: int, sequences: Sequence[Weighted], forward_only: bool) -> list[bytes]:
@@ -36,7 +37,7 @@ def training_requests(model_id: str, first_seq: int, sequences: Sequence[Weighte
     for one in sequences:
         datum = MESSAGES["Datum"]()
         datum.model_input.add().encoded_text.tokens = one.tokens[:-1].numpy().astype("<i4").tobytes()
-        _put(datum.loss_fn_inputs["target_tokens"], one.tokens[1:].numpy(), INT64)
+        _put(datum.loss_fn_inputs["target_tokens"], one.targets[1:].numpy(), INT64)
         _put(datum.loss_fn_inputs["weights"], one.weights[1:].numpy(), FLOAT32)
         if message is not None and (len(message.data) == DATUMS or size + datum.ByteSize() > BYTES):
             requests.append(message.SerializeToString())
@@ -58,7 +59,7 @@ def _put(tensor: Any, array: Any, kind: int) -> None:
 
 
 def read_logprobs(body: bytes) -> list[Tensor]:
-    """The log-probs of each sequence of a ForwardBackwardOutput, [N - 1] float32. Raises ServiceFailed."""
+    """The log-probs of each sequence's targets in a ForwardBackwardOutput, flat, float32. Raises ServiceFailed."""
     message = _parsed("ForwardBackwardOutput", body)
     rows: list[Tensor] = []
     for record in message.loss_fn_outputs:

@@ -17,6 +17,12 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """The folder of another model with the base's vocabulary."""
+    return save_model(BuildConfig(**SIZES, seed=3), tmp_path_factory.mktemp("teacher") / "model")
+
+
+@pytest.fixture(scope="session")
 def server(tmp_path_factory, base):
     made = Server(tmp_path_factory.mktemp("service"), model={"path": str(base)}, training={"compute_dtype": "float32"})
     yield made

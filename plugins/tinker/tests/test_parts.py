@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hone.algorithms.objective import PolicyObjective, SftObjective
 from hone.algorithms.settings import AlgorithmConfig
@@ -16,12 +17,12 @@ from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.service.protocol.wire import MESSAGES, read_tensor
-from hone.types import GenerationRequest, LossOutput, SamplingParams
+from hone.types import GenerationRequest, LossOutput, SamplingParams, TopK
 from hone.weights.base import WeightSyncError
 from hone.workers.train import TrainSpec
 from hone_tinker import connection
 from hone_tinker.engine import PROBE_LOGPROBS, SNAPSHOT, ServiceEngine
-from hone_tinker.gradients import check_needs, fixed_weights, token_weights
+from hone_tinker.gradients import check_needs, fixed_weights, targets, token_weights
 from hone_tinker.messages import DATUMS, Weighted, training_requests
 from hone_tinker.rollout import ServiceRollout
 
@@ -77,7 +78,8 @@ def test_weights_that_depend_on_the_mean_of_a_long_sequence_are_not_fixed(bound)
 
 
 def test_a_large_batch_is_several_requests_with_numbers_in_order():
-    one = Weighted(torch.tensor([5, 6, 7]), torch.tensor([0.0, 0.5, 1.0]))
+    tokens = torch.tensor([5, 6, 7])
+    one = Weighted(tokens, tokens, torch.tensor([0.0, 0.5, 1.0]))
     found = [
         MESSAGES["ForwardBackwardRequest"].FromString(body)
         for body in training_requests("m", 7, [one] * (DATUMS + 1), forward_only=False)
@@ -138,6 +140,33 @@ def made(server, base):
     engine = ServiceEngine(spec, "cpu")
     engine.initialize()
     return engine
+
+
+def test_likely_tokens_of_the_base_are_the_models_own(server, key, base):
+    engine, batch = made(server, base), batch_of([1.0, 1.0, 1.0])
+    with engine.disable_adapter():
+        found = engine.infer_batch(batch, frozenset({TopK(3)}))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        likely = model(batch.token_ids[None]).logits[0, 1:4].log_softmax(-1).topk(3)
+    assert torch.equal(found.extras["top_k_ids"][2:], likely.indices)
+    torch.testing.assert_close(found.extras["top_k_logprobs"][2:], likely.values)
+    assert not found.extras["top_k_ids"][:2].any()  # of the prompt
+    assert not found.extras["top_k_logprobs"][:2].any()
+    with pytest.raises(ValueError, match="TopK"):
+        engine.infer_batch(batch, frozenset({TopK(3)}))  # the model in training answers no such question
+
+
+def test_a_loss_of_other_tokens_has_a_weight_for_each_of_them():
+    def loss(output, batch):
+        return LossOutput(output.logprobs**2 + (torch.tensor([2.0, 3.0]) * output.extras["logprobs_at"] ** 2).sum(-1))
+
+    loss.needs = frozenset({"logprobs_at"})
+    batch = batch_of([1.0, 1.0, 1.0]).with_(ids_at=torch.tensor([[1, 2]] * 5))
+    assert fixed_weights(loss, batch) is None
+    assert targets(loss, batch).tolist() == [[own, 1, 2] for own in (5, 6, 7, 5, 9)]
+    weights, _ = token_weights(loss, batch, torch.tensor([[-1.0, -2.0, -4.0]] * 5))
+    assert weights.tolist() == [[0.0] * 3] * 2 + [[1.0, 4.0, 12.0]] * 3  # -dL/d log-prob, times 1/2
 
 
 def test_a_new_sampler_that_answers_like_the_one_before_ends_the_run(server, key, base):

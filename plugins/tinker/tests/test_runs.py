@@ -204,6 +204,22 @@ def test_supervised_fine_tuning_on_a_service_has_the_figures_of_one_process(run_
     compare(here, there, {"train/nll", "train/loss", "train/grad_norm"})
 
 
+def test_distillation_from_likely_tokens_on_a_service_has_the_figures_of_one_process(run_file, server, key, teacher):
+    changes = {
+        "kind": "distill",
+        "run": {"steps": 3},
+        "distillation": {
+            "teachers": {"other": {"model": {"path": str(teacher)}}},  # not on the service: computed here
+            "loss": {"name": "reverse_top_k", "k": 3},
+            "task_coef": 0.5,
+        },
+    }
+    here = figures(train(run_file("here", **changes), command="distill"))
+    there = figures(train(run_file("there", server.url, **changes), command="distill"))
+    compare(here, there, RL | {"train/distillation_loss", "train/teacher_kl"})
+    assert here[-1]["train/distillation_loss"] > 0.01
+
+
 def preferring(path):
     """The run file with the sections of direct preference optimisation."""
     settings = yaml.safe_load(path.read_text())
