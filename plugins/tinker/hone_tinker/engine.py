@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,12 @@ from hone.engines.settings import LoraConfig, OptimizerConfig
 from hone.models.vision.image_processor import save_language
 from hone.runtime import ranks
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need, TopK, merge_metrics
+from hone_tinker.base_scorer import BaseScorer
 from hone_tinker.connection import ServiceFailed, connect, field_of
 from hone_tinker.gradients import check_needs, fixed_weights, targets, token_weights
-from hone_tinker.messages import Answer, Weighted, read_answer, read_logprobs, sampling_request, training_requests
+from hone_tinker.messages import Weighted, read_logprobs, training_requests
 from hone_tinker.settings import ServiceSettings
 
-T = TypeVar("T")
 STATE = "service.json"  # of a checkpoint
 SNAPSHOT, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
 """Names of the tensors that a weight sync sends in place of weights."""
@@ -71,8 +71,7 @@ class ServiceEngine:
         self._prices = None if prices is None else [prices.prefill, prices.sample, prices.train]
         self._adapter = True  # False inside of `disable_adapter`
         self._probe: Tensor | None = None  # [n] tokens of a trained sequence
-        self._base_session = ""
-        self._asked = 0  # sampling requests of the base
+        self._base: BaseScorer | None = None  # once it was asked
 
     def initialize(self) -> None:
         """Open a session, and a model in it. Raises ServiceFailed, ConfigError."""
@@ -172,49 +171,9 @@ class ServiceEngine:
             raise ValueError(f"{wanted} of a forward is needed, and services return log-probs only")
         if trained:
             return ModelOutput(logprobs=self._train(batch, batch.token_ids, None))
-        return self._base_scores(batch, max(likely, default=0))
-
-    def _base_scores(self, batch: Batch, top_k: int) -> ModelOutput:
-        """The prompt log-probs of the base model's sampler, and its likeliest tokens at each place."""
-        if not self._base_session:
-            self._base_session = self._service.wait(self._open_base())
-        bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask
-        sequences = [batch.token_ids[a:b].tolist() for a, b in pairwise(bounds)]
-        answers = self._service.wait(self._scores(sequences, top_k))
-        logprobs = torch.where(mask, torch.cat([_scored(one.prompt_logprobs) for one in answers]).nan_to_num(0.0), 0)
-        if not top_k:
-            return ModelOutput(logprobs=logprobs)
-        ids, values = (torch.cat(parts) for parts in zip(*(_scored(one.prompt_top) for one in answers), strict=True))
-        return ModelOutput(
-            logprobs=logprobs,
-            extras={
-                "top_k_ids": torch.where(mask[:, None], ids.long(), 0),
-                "top_k_logprobs": torch.where(mask[:, None], values, 0),
-            },
-        )
-
-    async def _open_base(self) -> str:
-        number = next(self._service.sampling_numbers)
-        body = {"session_id": self._service.session_id, "sampling_session_seq_id": number}
-        found = await self._service.post("create_sampling_session", {**body, "base_model": self._base_model})
-        return str(field_of(found, "sampling_session_id", f"create_sampling_session at {self._service.url}"))
-
-    async def _scores(self, sequences: Sequence[list[int]], top_k: int) -> list[Answer]:
-        first, self._asked = self._asked, self._asked + len(sequences)
-        bodies = [
-            sampling_request(
-                tokens,
-                {"max_tokens": 1, "seed": 0, "temperature": 1.0},
-                sampling_session_id=self._base_session,
-                seq_id=first + number,
-                prompt_logprobs=True,
-                topk_prompt_logprobs=top_k,
-            )
-            for number, tokens in enumerate(sequences)
-        ]
-        self._service.usage.prefilled += sum(map(len, sequences))
-        found = await asyncio.gather(*(self._service.result("asample", body) for body in bodies))
-        return [read_answer(body) for body in found]
+        if self._base is None:
+            self._base = BaseScorer(self._service, self._base_model)
+        return self._base(batch, max(likely, default=0))
 
     def train_mode(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -309,13 +268,6 @@ class ServiceEngine:
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Does nothing: no memory of this machine is used."""
-
-
-def _scored(found: T | None) -> T:
-    """A part of an answer that was asked for."""
-    if found is None:
-        raise ServiceFailed("the service's sampler returned no log-probs of the prompt")
-    return found
 
 
 def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
