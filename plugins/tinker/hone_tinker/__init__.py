@@ -2,8 +2,8 @@
 
 In reading order: `settings`; `connection`, one session of a service: requests, retries, results, heartbeats;
 `messages`, the protocol's requests and results as tensors; `gradients`, any loss of log-probs as weights of tokens;
-`engine`, which trains through the service; `rollout`, which samples from it and checks that a new snapshot has the
-new weights.
+`base_scorer`, scores of the model before training; `engine`, which trains through the service; `rollout`, which samples
+from it and checks that a new snapshot has the new weights.
 """
 
 from hone.engines.registry import EngineRegistry
