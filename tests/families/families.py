@@ -30,9 +30,11 @@ SIZES = {
     "tie_embeddings": False,
 }
 HEADS = {"head_dim": 32}  # of `tiny` models, for vLLM
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # of gated DeltaNet
 HIDDEN = {"hidden_size": 128}  # of those that have no size of a head of their own
 # The sizes of latent attention for which vLLM has a kernel on a CPU.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # entries of published configs that vLLM reads
 WIDE = {"hidden_size": 64, "heads": 2, "head_size": None}  # where a configuration has no size of a head of its own
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -155,7 +157,7 @@ FAMILIES = {
             },
         },
         {"heads": 2, "head_size": None},
-        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        SIGMOID,
         experts=True,
     ),
     "gpt-oss": Family(
@@ -231,7 +233,7 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
         },
-        published={"rotary_dim": 16},
+        published={"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
         experts=True,
     ),
     "GLM-4.7-Flash": Family(
@@ -239,31 +241,38 @@ FAMILIES = {
         "latent attention, experts behind a dense layer",
         experts=True,
         tiny=True,
-        served=LATENT | {"first_k_dense_replace": 1},
+        served=LATENT | SIGMOID | {"first_k_dense_replace": 1},
     ),
     "Llama 4": Family(
         "llama4_text",
         "chunked attention, layers without positions, a temperature by position",
         experts=True,
         tiny=True,
-        served=HEADS,
+        served=HEADS | {"attention_chunk_size": 32},  # vLLM wants whole blocks of its cache
     ),
     "DeepSeek-V3.2": Family(
-        "deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True, served=LATENT
+        "deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True, served=LATENT | SIGMOID
     ),
     "GLM-5": Family(
-        "glm_moe_dsa", "sparse attention: layers share an indexer's choice", experts=True, tiny=True, served=LATENT
+        "glm_moe_dsa",
+        "sparse attention: layers share an indexer's choice",
+        experts=True,
+        tiny=True,
+        served=LATENT | SIGMOID,
     ),
     "Gemma 3n": Family("gemma3n_text", "keys of earlier layers, embeddings per layer, AltUp", tiny=True, served=HEADS),
     "Gemma 4": Family(
-        "gemma4_text", "two shapes of attention, keys of earlier layers, embeddings per layer", tiny=True, served=HEADS
+        "gemma4_text",
+        "two shapes of attention, keys of earlier layers, embeddings per layer",
+        tiny=True,
+        served=HEADS | {"global_head_dim": 64, "num_experts": None},
     ),
-    "Qwen3.5": Family("qwen3_5_text", "gated DeltaNet in every other layer", tiny=True, served=HEADS),
+    "Qwen3.5": Family("qwen3_5_text", "gated DeltaNet in every other layer", tiny=True, served=HEADS | DELTA),
     "Qwen3.5-MoE": Family(
-        "qwen3_5_moe_text", "the same with experts and a shared expert", experts=True, tiny=True, served=HEADS
+        "qwen3_5_moe_text", "the same with experts and a shared expert", experts=True, tiny=True, served=HEADS | DELTA
     ),
     "Qwen3-Next": Family(
-        "qwen3_next", "gated DeltaNet, experts, a shared expert", experts=True, tiny=True, served=HEADS
+        "qwen3_next", "gated DeltaNet, experts, a shared expert", experts=True, tiny=True, served=HEADS | DELTA
     ),
     "Kimi-Linear": Family(
         "kimi_linear", "KDA, latent attention without positions, experts", experts=True, tiny=True, served=LATENT
@@ -271,7 +280,12 @@ FAMILIES = {
     "Nemotron-H": Family(
         "nemotron_h", "Mamba 2, experts, attention and an MLP, a layer each", experts=True, tiny=True, served=HEADS
     ),
-    "LFM2": Family("lfm2", "short convolutions in every other layer", tiny=True, served=HIDDEN | {"conv_dim": 128}),
+    "LFM2": Family(
+        "lfm2",
+        "short convolutions in every other layer",
+        tiny=True,
+        served=HIDDEN | {"conv_dim": 128, "block_dim": 128},  # entries of published configs
+    ),
     "Granite 4": Family(
         "granitemoehybrid",
         "Mamba 2, experts and a shared MLP",
@@ -281,7 +295,7 @@ FAMILIES = {
     ),
     "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True, served=HIDDEN),
     "Jamba": Family("jamba", "Mamba 1, experts in some layers", experts=True, tiny=True, served=HIDDEN),
-    "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True, served=HIDDEN),
+    "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True, served=HIDDEN | DELTA),
 }
 
 

@@ -29,7 +29,9 @@ DYING_S = 5.0  # a server whose engine has failed ends within this time
 UNAWARE_S = 1.0  # within this time a server that still calls itself healthy learns that its engine has died, and ends
 LOG_LINES = 2_000  # of the server's log, searched for the error that began its end
 CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+|[\w.]+(?:Error|Exception)$)")
-CONSEQUENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")  # an error that only points to another one
+CONSEQUENCE = re.compile(  # an error that only points to another one
+    r"[Ss]ee (?:the )?(?:stack trace|root cause)|CalledProcessError: |Error raised in subprocess"
+)
 
 LaunchFn = Callable[[Site], Launch]
 """Command and environment of a server; the site gives its private folder and its interpreter."""

@@ -355,8 +355,7 @@ def check_fits(shape: ServerRanks, config: Any, options: Mapping[str, Any], mode
             "rollout.engine.enable_expert_parallel: on a CPU, vLLM's kernel reads experts that the rank does not "
             "have, which ends in a segmentation fault; leave it out"
         )
-    size = head_size(config)
-    if size is not None and size not in CPU_HEAD_SIZES:
+    for size in head_sizes(config) - set(CPU_HEAD_SIZES):
         known = ", ".join(map(str, CPU_HEAD_SIZES))
         raise ConfigError(
             f"rollout.backend=vllm: on a CPU, vLLM supports the attention head sizes {known}, and {model} "
@@ -365,12 +364,13 @@ def check_fits(shape: ServerRanks, config: Any, options: Mapping[str, Any], mode
         )
 
 
-def head_size(config: Any) -> int | None:
-    """The size of an attention head by a transformers configuration; None for latent attention and for none at all."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads or getattr(config, "kv_lora_rank", None):
-        return None
-    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+def head_sizes(config: Any) -> set[int]:
+    """The sizes of attention heads by a transformers configuration; empty for latent attention and for none at all."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]  # Gemma 4
+    if getattr(layers[0], "kv_lora_rank", None):
+        return set()
+    counts = [(one, getattr(one, "num_attention_heads", None)) for one in layers]
+    return {int(getattr(one, "head_dim", None) or one.hidden_size // heads) for one, heads in counts if heads}
 
 
 # --------------------------------------------------------------------------------------------- vLLM's JSON, and ours

@@ -66,6 +66,7 @@ from hone.workers.inside.vllm_patches import (
     as_loaders_want,
     expand_batch_to_tokens,
     gather_rows,
+    give_layers_their_embeddings,
     make_room_between_stages,
     pack_cpu_experts_again,
     put_cpu_kernels_back,
@@ -113,6 +114,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         die_with_parent()
+        give_layers_their_embeddings(self.model)
         if current_platform.is_cpu():
             allow_amx()
             CPURouter._compute_routing = add_bias_to_choice(CPURouter._compute_routing)

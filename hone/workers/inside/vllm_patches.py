@@ -131,6 +131,25 @@ def scatter_rows(communicator: Any, rows: torch.Tensor, dim: int = 0, sizes: lis
     return total.narrow(0, sum(lengths[:rank]), lengths[rank])
 
 
+def give_layers_their_embeddings(model: Any) -> None:
+    """Give each layer of a text-only Gemma 3n its embeddings of the tokens.
+
+    vLLM computes them in its class for images and sound only, so that in `Gemma3nForCausalLM` every layer goes without
+    and log-probs are wrong. Remove this when that class calls `get_per_layer_input_embeddings`.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/gemma3n.py
+    """
+    if type(model).__name__ != "Gemma3nForCausalLM":
+        return
+    forward, config = model.forward, model.config
+    shape = (-1, config.num_hidden_layers, config.hidden_size_per_layer_input)
+
+    def run(input_ids: torch.Tensor, positions: torch.Tensor, **named: Any) -> Any:
+        named["per_layer_inputs"] = model.model.get_per_layer_input_embeddings(input_ids).view(shape)
+        return forward(input_ids, positions, **named)
+
+    model.forward = run
+
+
 def as_loaders_want(model: torch.nn.Module, config: Any, weights: Iterable[Named], rank: int) -> Iterator[Named]:
     """Rearrange `weights` of a model's files so that `model.load_weights` uses the parameters' loaders for all.
 

@@ -51,6 +51,9 @@ def test_the_cause_is_found_far_above_the_last_lines():
     log = f"(Worker pid=7) ERROR [x.py:1] KeyError: 'lm_head'\n{frames}RuntimeError: it failed. See root cause above.\n"
     assert first_error(log) == "KeyError: 'lm_head'\n"
     assert first_error("RuntimeError: it failed. See stack trace for root cause.\n") == ""
+    inspected = "subprocess.CalledProcessError: Command '[...]' returned non-zero exit status 1.\n"
+    inspected += "RuntimeError: Error raised in subprocess:\nModuleNotFoundError: No module named 'torchvision'\n"
+    assert first_error(inspected) == "ModuleNotFoundError: No module named 'torchvision'\n"
     assert first_error("INFO: no Error here\n  raise ValueError(\n") == ""
 
 

@@ -16,7 +16,7 @@ from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.shape import ServerMachines
-from hone.rollout.servers.vllm import head_size
+from hone.rollout.servers.vllm import head_sizes
 from hone.rollout.settings import RolloutConfig
 from hone.types import GenerationRequest, SamplingParams
 from tests.families.types import tiny_config
@@ -141,7 +141,7 @@ def test_options_are_written_as_a_command_line_has_them():
 @pytest.mark.parametrize(("sizes", "found"), [({"head_dim": 16}, 16), ({"head_dim": 48}, 48), ({"head_dim": 32}, None)])
 def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, tiny, tmp_path, sizes, found):
     """hidden_size 32 with 4 heads is 8 numbers in each, if a configuration says nothing else."""
-    assert head_size(tiny.config("gpt2")) == 8
+    assert head_sizes(tiny.config("gpt2")) == {8}
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **sizes}))
     if found is None:
