@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from hone import __version__
-from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
+from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say, sigterm_as_ctrl_c
 from hone.cli.keys import keys_of
 from hone.cli.recipe import KINDS
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
@@ -82,7 +82,8 @@ TAKES_KEYS = {
 def run() -> None:
     """The entry point of the installed `hone` command."""
     collect_rarely()
-    code = main(sys.argv[1:])
+    with sigterm_as_ctrl_c():  # also while the command is imported, which takes seconds
+        code = main(sys.argv[1:])
     exits_within(EXIT_S, code)
     sys.exit(code)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,12 +36,13 @@ def kept_sigterm() -> Iterator[None]:
 
     https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/worker.py (`init`, `sigterm_handler`)
     """
-    previous = signal.getsignal(signal.SIGTERM)
+    utils: Any = importlib.import_module("ray._private.utils")
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None  # also while Ray starts, which takes seconds
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, previous)
+        utils.set_sigterm_handler = original
 
 
 @contextmanager

@@ -160,8 +160,12 @@ def slow() -> None:
 """
 
 
-@pytest.mark.parametrize("code", [SLEEPS, IN_A_COMMAND], ids=["while a plug-in loads", "in the command"])
-def test_ctrl_c_outside_a_run(tmp_path, code):
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [(SLEEPS, signal.SIGTERM), (IN_A_COMMAND, signal.SIGINT)],
+    ids=["SIGTERM while a plug-in loads", "Ctrl-C in the command"],
+)
+def test_a_signal_outside_a_run(tmp_path, code, number):
     ready = tmp_path / "ready"
     (tmp_path / "slow_plugin.py").write_text(code.format(ready=str(ready)))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -170,7 +174,7 @@ def test_ctrl_c_outside_a_run(tmp_path, code):
     deadline = time.monotonic() + 60
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == EXIT_INTERRUPTED
     assert error == "interrupted\n"

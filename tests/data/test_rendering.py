@@ -609,6 +609,22 @@ PHI = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<eos>' }}{% endif %}"
 )
+WITH_OPENING = MARKED.replace("'\\n' }}\n{%- if", "('\\n' if message.role == 'user' else '') }}\n{%- if").replace(
+    "generation %}{{ message", "generation %}{{ '\\n' + message"
+)
+# a call ends without the end of an answer, which two calls have, as in DeepSeek-R1's distilled models
+ENDLESS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}BEGIN"
+    "{% for call in m.tool_calls %}{{ call.function | tojson + '<|eot_id|>' }}{% endfor %}"
+    "{% if m.tool_calls | length > 1 %}{{ '<|im_end|>' }}{% endif %}END{% else %}"
+    "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# an answer ends with the token that begins the next message, as in GLM's models
+NO_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|eot_id|>' }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|eot_id|>\\n' }}{% endif %}"
+)
 LAST = MARKED.replace("message.role == 'assistant' %}", "message.role == 'assistant' and loop.last %}")
 
 
@@ -619,13 +635,36 @@ LAST = MARKED.replace("message.role == 'assistant' %}", "message.role == 'assist
         PHI.replace("<|im_end|>\\n", "<|im_end|>"),
         MARKED.replace("<|im_end|>' }}{%- end", "<|im_end|>\\n<eos>' }}{%- end"),
         MARKED + "{% generation %}{{ '<eos>' }}{% endgeneration %}",
+        WITH_OPENING,
+        MARKED_WITHOUT_END.replace("{{ '<|im_end|>' }}", "{% generation %}{{ '<|im_end|>\\n' }}{% endgeneration %}", 1),
     ],
-    ids=["phi3", "phi4", "marked", "marked twice"],
+    ids=["phi3", "phi4", "marked", "marked twice", "marked opening", "marked end"],
 )
 def test_an_answer_ends_with_the_token_that_a_rollout_stops_at(make_tokenizer, template):
     renderer = Renderer(make_tokenizer(template))
     ids, mask = renderer.render_sample(CONVERSATION)
     assert learnt(renderer, ids, mask) == ["It is 4.<|im_end|>", "The answer is 7.\n#### 7<|im_end|>"]
+
+
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["plain", "marked"])
+def test_a_call_that_its_template_does_not_end_ends_as_in_a_rollout(make_tokenizer, marks):
+    template = ENDLESS.replace("BEGIN", marks[0]).replace("END", marks[1])
+    renderer = Renderer(make_tokenizer(template))
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "b"}}}
+    conversation = [user("hi"), {**assistant(""), "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    ids, mask = renderer.render_sample([*conversation, *CONVERSATION[:2]])
+    assert learnt(renderer, ids, mask)[0] == '{"name": "add", "arguments": {"a": "b"}}<|eot_id|><|im_end|>'
+    answer = ids[mask.index(1) : (*mask, 0).index(0, mask.index(1))]
+    rollout = [*renderer.render_prompt(conversation[:1]), *answer]
+    rollout += renderer.render_continuation(rollout, [*conversation[2:], CONVERSATION[0]])
+    assert list(ids[: len(rollout)]) == rollout[: len(ids)]  # nothing is rendered after the last answer
+
+
+def test_two_answers_in_a_row_have_an_opening_between_them_also_where_that_ends_the_first(make_tokenizer):
+    """The end of the first one, which is no question's beginning there, is not learnt."""
+    renderer = Renderer(make_tokenizer(NO_ENDS))
+    ids, mask = renderer.render_sample([*CONVERSATION[:2], assistant("No."), *CONVERSATION[2:]])
+    assert learnt(renderer, ids, mask)[:2] == ["It is 4.", "No.<|im_start|>"]
 
 
 def test_the_loss_is_on_the_answers_that_are_asked_for(make_tokenizer):

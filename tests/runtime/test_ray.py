@@ -1,11 +1,13 @@
 """The Ray runtime over real actors: the figures of one process, errors with names in bounded time, loopback only."""
 
 import gc
+import inspect
 import json
 import os
 import signal
 import time
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
 from hone.runtime.batch_plan import to_array, to_tensor
-from hone.runtime.ray_patches import on_loopback
+from hone.runtime.ray_patches import kept_sigterm, on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.tracking.base import RunInfo
 from hone.tracking.settings import TraceSettings
@@ -233,11 +235,13 @@ def test_nothing_listens_beyond_loopback_and_tokens_are_asked_for(pool):
 def test_ray_leaves_the_end_of_a_run_to_hone(pool):
     """Ray's own handler calls `sys.exit(15)`, which would be a failed run and no stopped one."""
     assert signal.getsignal(signal.SIGTERM) is stopped
+    with kept_sigterm():  # while it starts, too
+        import_module("ray._private.utils").set_sigterm_handler(signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is stopped
 
 
-def test_the_patch_is_still_needed(pool):
-    from importlib import import_module
-
+def test_the_patches_are_still_needed(pool):
+    assert "set_sigterm_handler" in inspect.unwrap(import_module("ray._private.worker").init).__code__.co_names
     services = import_module("ray._private.services")
     original = services.resolve_ip_for_localhost
     with on_loopback():

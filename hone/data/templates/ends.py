@@ -58,12 +58,21 @@ class Ends:
                 found |= {self.after_answer(EXAMPLE_TOOLS), self.after_call}
         return frozenset(end for end in found if end is not None)
 
-    @cached_property
+    @property
     def after_call(self) -> int | None:
         """The token that ends an answer that calls a tool; None if the template shows none.
 
         What ends each of several calls, such as `</tool_call>`, ends no answer.
         """
+        return self._calls[0]
+
+    def is_of_call(self, token: str) -> bool:
+        """Return whether a special token belongs to a single call, and so ends no answer."""
+        return token in self._calls[1]
+
+    @cached_property
+    def _calls(self) -> tuple[int | None, frozenset[str]]:
+        """The token that ends an answer with calls, and the special tokens between two calls."""
         results = _RESULTS if self.begin_next else []
         for count in (2, 1):  # some templates take one call only
             with suppress(RenderingError):
@@ -72,12 +81,12 @@ class Ends:
                     continue
                 _, *between, after = text.split(ANSWER)
                 after = after.partition("result")[0]
-                inside = set(self._specials("".join(between)))
+                inside = frozenset(self._specials("".join(between)))
                 found = [token for token in self._specials(after) if token not in inside]
                 if not found or (not self.begin_next and not after.rstrip().endswith(found[-1])):
-                    return None
-                return self._template.special[found[-1]]
-        return None
+                    return None, inside
+                return self._template.special[found[-1]], inside
+        return None, frozenset()
 
     @cached_property
     def call_end(self) -> str:
@@ -100,10 +109,8 @@ class Ends:
             return found.group() if found and self._template.special else ""
         return ""
 
-    def of_next(self, message: Message) -> str:
-        """The token that begins the next message, where an answer ends with that; else ""."""
-        if not self.begin_next:
-            return ""
+    def of(self, message: Message) -> str:
+        """The text of the token that ends an answer, with calls or without; "" for none."""
         call = self.after_call if message.get("tool_calls") else None
         return self._text_of(call if call is not None else self.after_answer())
 
@@ -162,11 +169,14 @@ def without_opening(template: Rendering, before: str, answer: str) -> tuple[str,
     """A marked answer without the opening that a rollout gives to the model, which moves to the text before it."""
     asked, opened = (template.render([QUESTION], opening=opening) for opening in (False, True))
     opening = opened.removeprefix(asked)
-    if not opening or before.endswith(opening) or opening == opened:
+    if not opening or opening == opened or before.endswith(opening):
         return before, answer
     ends = [len(opening), *(found.end() for found in template.specials.finditer(opening) if template.special)]
-    length = max((end for end in ends if answer.startswith(opening[:end])), default=0)
-    return before + answer[:length], answer[length:]
+    moved = 0
+    for start in range(len(opening)):  # the marks may begin anywhere in the opening, and the answer lack its end
+        if before.endswith(opening[:start]):
+            moved = max(moved, *(end - start for end in ends if answer.startswith(opening[start:end])), 0)
+    return before + answer[:moved], answer[moved:]
 
 
 __all__ = ["ANSWER", "Ends", "without_opening"]

@@ -68,9 +68,7 @@ def _grown_pieces(template: Rendering, messages: Sequence[Message], tools: Tools
             between = opened[len(grown) :]
         else:  # the template rewrites earlier turns: keep them, and render what is new
             between = template.continuation(messages[previous + 1 : index], tools)
-        answer = _cut_after_end(template, answered[len(opened) :], index)
-        if not _ended(template, answer):
-            answer += template.ending.of_next(message)
+        answer = _to_its_end(template, answered[len(opened) :], messages, index)
         pieces += [(between, None), (answer, index)]
         grown, previous = opened + answer, index
     return pieces
@@ -93,7 +91,11 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
         end = template.specials.match(after, len(after) - len(after.lstrip()))
         left_out = end is not None and template.special[end.group()] in template.ends
         if pieces and not before.strip() and not template.specials.sub("", _NUMBERED.sub("", answer)).strip():
-            before += answer + after  # marks around a token after the end of an answer, which no rollout has
+            length = None if _ended(template, pieces[-1][0]) else _ended(template, answer)
+            if length:  # marks around the end alone
+                pieces[-1] = (pieces[-1][0] + before + answer[:length], pieces[-1][1])
+                before = ""
+            before += answer[length or 0 :] + after  # a token after the end of an answer is in no rollout
             continue
         if end is not None and left_out and not _ended(template, answer):  # the marks leave the end token out
             answer, after = answer + after[: end.end()], after[end.end() :]
@@ -105,7 +107,23 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
         before = answer[length:] + after
     if not pieces:
         raise RenderingError("the chat template has generation marks, but marks nothing in these messages")
+    pieces = _all_ended(template, messages, pieces, before)
     return [(_NUMBERED.sub("", piece), of) for piece, of in pieces]
+
+
+def _all_ended(template: Rendering, messages: Sequence[Message], pieces: Pieces, rest: str) -> Pieces:
+    """The pieces with an end after each answer; `rest` is the text after them.
+
+    A template may leave it out: then the marked text is followed by what begins the next message, or by nothing.
+    """
+    last = {of: number for number, (_, of) in enumerate(pieces)}
+    open_ones = last.keys() - {of for piece, of in pieces if _ended(template, _NUMBERED.sub("", piece))}
+    found = [*pieces]
+    for of in open_ones - {None}:
+        piece, after = pieces[last[of]][0], "".join(text for text, _ in pieces[last[of] + 1 : last[of] + 2]) or rest
+        if not after.strip() or (template.special and template.specials.match(after.lstrip())):
+            found[last[of]] = (piece + template.ending.of(messages[of]), of)
+    return found
 
 
 def _numbered(message: Message, index: int) -> Message:
@@ -138,17 +156,25 @@ def _ended(template: Rendering, answer: str) -> int | None:
     return length
 
 
-def _cut_after_end(template: Rendering, answer: str, index: int) -> str:
-    """A rendered answer up to the token that ends it: the first end token, or else the last special token."""
-    if template.text is None or (template.ending.begin_next and not _ended(template, answer)):
+def _to_its_end(template: Rendering, answer: str, messages: Sequence[Message], index: int) -> str:
+    """A rendered answer up to the token that ends it: the first end token, or else the last special token.
+
+    Where the template leaves it out, or it begins the next message, it is added as in a rollout: without it, the model
+    would learn never to stop.
+    """
+    if template.text is None:
         return answer
     length = _ended(template, answer)
     if length is not None:
         return answer[:length]
+    if template.ending.begin_next:
+        goes_on = any(one.get("role") == "assistant" for one in messages[index + 1 : index + 2])
+        return answer if goes_on else answer + template.ending.of(messages[index])
     ends = list(template.specials.finditer(answer))
     if not ends or answer[ends[-1].end() :].strip():
         raise RenderingError(f"message {index}: the chat template renders no end token after {answer[-60:]!r}")
-    return answer[: ends[-1].end()]
+    answer = answer[: ends[-1].end()]
+    return answer + template.ending.of(messages[index]) if template.ending.is_of_call(ends[-1].group()) else answer
 
 
 def _differs(index: int, opened: str, answered: str) -> str:
