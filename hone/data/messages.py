@@ -128,20 +128,26 @@ def parameters_by_tool(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
 
 
 def normal_tool(tool: Any) -> dict[str, Any]:
-    """The JSON schema of one tool, which may be JSON text itself or have its parameters as JSON text.
+    """The JSON schema of one tool in the form that chat templates read, `{"type": "function", "function": ...}`.
 
-    Raises MessageError for anything else.
+    It may be JSON text itself, have its parameters as JSON text, or be the schema of the function alone, as OpenAI's
+    Responses and Anthropic have it. Raises MessageError for anything else.
+
+    >>> normal_tool({"name": "add", "input_schema": {}})
+    {'type': 'function', 'function': {'name': 'add', 'parameters': {}}}
     """
     found = _parsed(tool, "a tool") if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
-    if not isinstance(found, Mapping):
+    function = found.get("function", found) if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or not isinstance(function, Mapping):
         raise MessageError(f"a tool should be a JSON schema, found {tool!r:.80}")
-    found = dict(found)
-    if "function" in found:
-        return {**found, "function": normal_tool(found["function"])}
-    for key in ("parameters", "input_schema"):
-        if isinstance(found.get(key), str):
-            found[key] = _parsed(found[key], f"{key} of the tool {found.get('name')!r:.60}")
-    return found
+    if "name" not in function:  # of a kind that only its template knows
+        return dict(found)
+    if function is found:
+        found, function = {}, {key: value for key, value in found.items() if key != "type"}
+    function = {"parameters" if key == "input_schema" else key: value for key, value in function.items()}
+    if isinstance(function.get("parameters"), str):
+        function["parameters"] = _parsed(function["parameters"], f"parameters of the tool {function['name']!r:.60}")
+    return {"type": "function", **found, "function": function}
 
 
 # ------------------------------------------------------------------------------------------------------------ parts

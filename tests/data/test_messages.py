@@ -114,10 +114,12 @@ def test_roles_parts_and_thoughts_have_one_form():
         assert normal_message({"role": "assistant", "content": "x", name: "hm"})["reasoning_content"] == "hm"
 
 
-def test_a_tools_parameters_may_be_json_text():
+def test_a_tool_has_one_form():
     parameters = WEATHER["function"]["parameters"]
     as_text = {"type": "function", "function": {"name": "weather", "parameters": json.dumps(parameters)}}
     assert normal_tool(as_text) == normal_tool(json.dumps(WEATHER)) == WEATHER
+    flat = {"type": "function", "name": "weather", "input_schema": parameters}  # as Responses and Anthropic have it
+    assert normal_tool(flat) == WEATHER
     with pytest.raises(MessageError, match="parameters of the tool 'f' is text, but no JSON"):
         normal_tool({"name": "f", "parameters": "{"})
 

@@ -243,10 +243,13 @@ def test_a_state_of_other_data_is_refused(numbers, data, renderer, change, said)
 
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
-ADD = {"name": "add", "parameters": {"x": {"type": "int"}}}
+FLAT = {"name": "add", "parameters": {"x": {"type": "int"}}}
+ADD = {"type": "function", "function": FLAT}
 
 
-@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [{**ADD, "strict": None}]], ids=["list", "text", "null"])
+@pytest.mark.parametrize(
+    "tools", [[ADD], json.dumps([FLAT]), [{**ADD, "strict": None}], [FLAT]], ids=["list", "text", "null", "flat"]
+)
 def test_a_column_of_tools_is_rendered_into_prompts_samples_and_pairs(
     tools, tmp_path, write_jsonl, data, make_tokenizer
 ):
@@ -257,7 +260,9 @@ def test_a_column_of_tools_is_rendered_into_prompts_samples_and_pairs(
     sample = ItemStream(SampleMaker, config, renderer, seed=1).take(1)[0]
     pair = ItemStream(PairMaker, config, renderer, seed=1).take(1)[0]
     for ids in (prompt.token_ids, sample.token_ids, pair.chosen.token_ids, pair.rejected.token_ids):
-        assert renderer.decode(ids).startswith('[{"name": "add", "parameters": {"x": {"type": "int"}}}]')
+        assert renderer.decode(ids).startswith(
+            '[{"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "int"}}}}]'
+        )
     assert prompt.row["tools"] == tools, "rewards and environments see the column as it is"
     assert prompt.tools == (ADD,)
 

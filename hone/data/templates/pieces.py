@@ -116,10 +116,9 @@ def _all_ended(template: Rendering, messages: Sequence[Message], pieces: Pieces,
 
     A template may leave it out: then the marked text is followed by what begins the next message, or by nothing.
     """
-    last = {of: number for number, (_, of) in enumerate(pieces)}
-    open_ones = last.keys() - {of for piece, of in pieces if _ended(template, _NUMBERED.sub("", piece))}
+    last = {of: number for number, (_, of) in enumerate(pieces) if of is not None}
     found = [*pieces]
-    for of in open_ones - {None}:
+    for of in last.keys() - {of for piece, of in pieces if _ended(template, _NUMBERED.sub("", piece))}:
         piece, after = pieces[last[of]][0], "".join(text for text, _ in pieces[last[of] + 1 : last[of] + 2]) or rest
         if not after.strip() or (template.special and template.specials.match(after.lstrip())):
             found[last[of]] = (piece + template.ending.of(messages[of]), of)
