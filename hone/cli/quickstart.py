@@ -32,7 +32,7 @@ def quickstart(
     loaded = load_recipe(_recipe_folder("quickstart" if tiny else "smollm2") / "grpo.yaml", overrides or [], kind="rl")
     slow = "" if tiny else resolve("hone.platforms.base:current_platform")().why_bfloat16_is_slow()  # torch
     if slow:
-        say(f"{slow}: this takes about 20 minutes on two cores; `hone quickstart --tiny` takes two")
+        say(f"{slow}: this takes about a quarter of an hour; `hone quickstart --tiny` takes two")
     try:
         start("rl", loaded, restart)
     except ModelError as error:
