@@ -29,6 +29,7 @@ _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
 _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
 _CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
+_DATE = re.compile(r"(?<![\d.-])\d{4}-\d{2}-\d{2}(?![\d.-]\d)")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
@@ -54,6 +55,7 @@ _VULGAR = {sign: f"\\frac{{{over}}}{{{under}}}" for sign, (over, under) in VULGA
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_SQUARE = re.compile(r"(?<![\w.,^])(\d++)([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++)")
 _UNITS = {
     "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
     "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "l", "litre": "l",
@@ -164,6 +166,7 @@ def plain(text: str) -> str:
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
     text = _spelled_out(text.translate(_SPELLINGS))
+    text = text.replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)", r"^\\circ ", text)
     return text.strip().removesuffix(".").strip()
 
@@ -229,6 +232,7 @@ def prose(text: str) -> str:
         rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text
     )
     text = _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text)
+    text = _SQUARE.sub(lambda one: f" ${one[1]}^{{{one[2].translate(_POWERS)}}}$ ", text)
     return _CLOCK.sub(" (a time) ", text)
 
 
@@ -281,15 +285,26 @@ def clocks(text: str) -> list[str]:
     return [match[0] for match in _CLOCK.finditer(text)]
 
 
+def dates(text: str) -> list[str]:
+    """The dates in a text that are written as 2024-01-05."""
+    return _DATE.findall(text)
+
+
 def words(text: str) -> str:
     """A text for comparison as words: without case, `\\text`, punctuation at its ends and superfluous spaces.
 
-    >>> words(r"\\text{The  North Pole}."), words("(A)")
-    ('the north pole', 'a')
+    Of a formula, whose case and signs mean something, only the spaces are normal: `5!` is not 5, and `f'` not f.
+
+    >>> words(r"\\text{The  North Pole}."), words("(A)"), words("N + 5!")
+    ('the north pole', 'a', 'N + 5!')
     """
-    text = unicodedata.normalize("NFC", unwrapped_words(text)).casefold()
-    text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:!\"'")
-    return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
+    text = unicodedata.normalize("NFC", unwrapped_words(text))
+    text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:")
+    bare = text.strip(" .,;:!\"'")
+    if not is_words(bare) and not re.fullmatch(r"\([A-Za-z]\)|[A-Za-z]", text):
+        return text
+    bare = bare.casefold()
+    return bare[1:-1] if re.fullmatch(r"\([a-z]\)", bare) else bare
 
 
 def unwrapped_words(text: str) -> str:
@@ -300,9 +315,9 @@ def unwrapped_words(text: str) -> str:
 def is_words(text: str) -> bool:
     """Return whether a text has words and no formula: letters that stand for a word, not for a product of variables.
 
-    The time of a day counts as a word.
+    The time of a day counts as a word, and so does a date.
     """
-    text = _CLOCK.sub("noon", unwrapped_words(text))
+    text = _DATE.sub("date", _CLOCK.sub("noon", unwrapped_words(text)))
     parts = re.split(r"[\s'’,.-]+", text)
     letters = all(part.isalpha() or not part for part in parts)
     return letters and any(is_word(part) for part in parts)
@@ -345,6 +360,7 @@ __all__ = [
     "cents_at_the_end",
     "clock_or_ratio",
     "clocks",
+    "dates",
     "dollars_at_the_end",
     "is_money",
     "is_words",

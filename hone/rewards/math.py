@@ -34,6 +34,7 @@ from hone.rewards.formulas import (
     cents_at_the_end,
     clock_or_ratio,
     clocks,
+    dates,
     dollars_at_the_end,
     is_money,
     is_words,
@@ -159,8 +160,8 @@ def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
     if _is_text(truth.text):
         times = clock_or_ratio(truth.text)
         return times is not None and times == clock_or_ratio(answer)
-    if clocks(answer) and is_words(answer) and ":" not in truth.text:
-        return False  # 12:30 is not 2/5
+    if is_words(answer) and (dates(answer) or (clocks(answer) and ":" not in truth.text)):
+        return False  # 12:30 is not 2/5, and a date no difference
     return _verified(truth, _formula(answer))
 
 
@@ -188,11 +189,14 @@ def _answers(truth: Truth, response: str) -> bool:
     return _verified(truth, _parse(prose(response)))
 
 
+_BEFORE = ("answer is", "answer:", "Answer:", "option is", "choice is", "=")
+
+
 def _said(response: str) -> list[str]:
     """Return the answer in words of a response without a box: its last line, or the text after "answer is"."""
     lines = [line for line in response.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    found = [last, *(last.rpartition(mark)[2] for mark in ("answer is", "answer:", "Answer:", "=") if mark in last)]
+    found = [last, *(last.rpartition(mark)[2] for mark in _BEFORE if mark in last)]
     bold = last.split("**")
     return [*found, *(bold[-2:-1] if len(bold) > 2 else [])]
 

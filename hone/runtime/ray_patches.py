@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,12 +39,14 @@ def kept_sigterm() -> Iterator[None]:
     https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/worker.py (`init`, `sigterm_handler`)
     """
     utils: Any = importlib.import_module("ray._private.utils")
-    original = utils.set_sigterm_handler
+    original, previous = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None  # also while Ray starts, which takes seconds
     try:
         yield
     finally:
         utils.set_sigterm_handler = original
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)  # Ray's C++ part has a handler of its own, which aborts
 
 
 @contextmanager

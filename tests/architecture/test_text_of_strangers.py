@@ -170,7 +170,18 @@ TRIED: dict[str, dict[str, str]] = {
     },
     "hone/rewards/formulas.py": dict.fromkeys(
         (
-            *("_MARKS", "_ONE_NUMBER", "_SCIENTIFIC", "_CLOCK", "_RATIO", "_MIXED", "_TEXT", "_TAG"),
+            *(
+                "_MARKS",
+                "_ONE_NUMBER",
+                "_SCIENTIFIC",
+                "_CLOCK",
+                "_DATE",
+                "_SQUARE",
+                "_RATIO",
+                "_MIXED",
+                "_TEXT",
+                "_TAG",
+            ),
             *(
                 "_CASES",
                 "_MONEY",
@@ -180,7 +191,7 @@ TRIED: dict[str, dict[str, str]] = {
                 "_ROOT",
                 "_RAISED",
                 "_FINAL",
-                "13 without a name",
+                "14 without a name",
             ),
         ),
         "formulas",
