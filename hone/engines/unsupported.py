@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hone.config import Config
 from hone.engines.base import EngineSpec
+from hone.models.attention.support import carries_state
+from hone.models.building import build_config
+from hone.models.errors import ModelError
+from hone.models.loading import check_model_source, folder_of
+from hone.models.settings import ModelConfig
 
 
 def refuse(backend: str, asked: Mapping[str, bool]) -> None:
@@ -34,3 +43,28 @@ def refuse_unsupported(backend: str, spec: EngineSpec) -> None:
         used.key_of("vision"): used.vision is not None,
     }
     refuse(backend, asked)
+
+
+def refuse_unproven_layers(backend: str, model: ModelConfig) -> None:
+    """Raise ModelError, before weights are read, for layers with a state and for sparse attention with an indexer.
+
+    No test compares these layers under another package's sharding with `fsdp2`.
+    """
+    if model.build is not None:
+        config: Any = build_config(model.build)
+    else:
+        check_model_source(model)
+        config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.get_text_config()
+    found = ""
+    if carries_state(config) or getattr(cls, "_is_stateful", False):
+        found = "layers that carry a state from token to token"
+    elif getattr(text, "index_topk", None):
+        found = "sparse attention with an indexer"
+    if found:
+        name = model.path or "the model of model.build"
+        raise ModelError(
+            f"backend {backend} does not train {name}, whose model_type is {config.model_type!r}: it has {found}; use "
+            "backend fsdp2"
+        )

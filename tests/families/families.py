@@ -30,7 +30,7 @@ SIZES = {
     "tie_embeddings": False,
 }
 HEADS = {"head_dim": 32}  # of `tiny` models, for vLLM
-DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # of gated DeltaNet
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # of gated DeltaNet, as published models have
 HIDDEN = {"hidden_size": 128}  # of those that have no size of a head of their own
 # The sizes of latent attention for which vLLM has a kernel on a CPU.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
@@ -248,17 +248,21 @@ FAMILIES = {
         "chunked attention, layers without positions, a temperature by position",
         experts=True,
         tiny=True,
-        served=HEADS | {"attention_chunk_size": 32},  # vLLM wants whole blocks of its cache
+        served=HEADS | {"attention_chunk_size": 32, "num_experts_per_tok": 1},  # blocks of its cache; as published
     ),
     "DeepSeek-V3.2": Family(
-        "deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True, served=LATENT | SIGMOID
+        "deepseek_v32",
+        "sparse attention: an indexer per layer",
+        experts=True,
+        tiny=True,
+        served=LATENT | SIGMOID | {"index_head_dim": 128},
     ),
     "GLM-5": Family(
         "glm_moe_dsa",
         "sparse attention: layers share an indexer's choice",
         experts=True,
         tiny=True,
-        served=LATENT | SIGMOID,
+        served=LATENT | SIGMOID | {"index_head_dim": 128},
     ),
     "Gemma 3n": Family("gemma3n_text", "keys of earlier layers, embeddings per layer, AltUp", tiny=True, served=HEADS),
     "Gemma 4": Family(

@@ -19,6 +19,7 @@ pytestmark = [
         "Qwen3-MoE",  # experts, packed for the CPU's kernel again
         "gpt-oss",  # fused experts and attention sinks, which vLLM copies past its weight loaders
         "Gemma 2",  # a head that is the embedding, and has no name in vLLM
+        "Gemma 3n",  # embeddings per layer, which vLLM's text-only class leaves out
         "GLM-4-MoE",  # a router's bias in float32
         "ERNIE 4.5 MoE",  # a bias by which a softmax router chooses
         "DeepSeek-V3",  # a bias too, and a config that vLLM changes, so that transformers does not know it any more

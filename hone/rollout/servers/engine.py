@@ -85,6 +85,7 @@ class EngineServer(RolloutServer):
     defaults: EngineDefaults
     how_to_install: str
     memory_option: str  # the share of a device's memory that it takes
+    _packages: tuple[str, ...] = ()  # that it imports for this model, besides its own
     rope_option = ""  # by which it chooses the frequencies of `longrope` as hone does; empty: it does otherwise
 
     def __init__(self, spec: ServerSpec) -> None:
@@ -133,7 +134,7 @@ class EngineServer(RolloutServer):
     async def start(self) -> None:
         """As `RolloutServer.start`. Raises ConfigError for a Python that lacks a package."""
         if not self._spec.host.machine:  # elsewhere the server's log says what is missing
-            await asyncio.to_thread(check_packages, self._python, self.package, self.how_to_install)
+            await asyncio.to_thread(check_packages, self._python, self.package, self.how_to_install, self._packages)
         await super().start()
 
 
@@ -191,9 +192,13 @@ def environment_python(backend: str, python: str, how_to_install: str) -> Path:
 
 
 @lru_cache(maxsize=8)
-def check_packages(python: Path, engine: str, how_to_install: str) -> None:
-    """Raises ConfigError for an interpreter without `engine`, or without what hone's part in its processes imports."""
+def check_packages(python: Path, engine: str, how_to_install: str, further: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for an interpreter without `engine`, or without what hone's part in its processes imports.
+
+    `further`: packages that the engine imports for this model only.
+    """
     packages = {engine: engine, "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "xxhash": "xxhash"}
+    packages |= {name: name for name in further}
     command = [str(python), "-c", LACKING, *packages]
     clean = {
         name: value for name, value in os.environ.items() if name != "PYTHONPATH"

@@ -107,6 +107,17 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
+CPU_LACKS: Mapping[str, str] = {  # type of model -> what vLLM's build for CPUs has no kernel for
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "Mamba 1"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
+    "kimi_linear": "KDA",
+    "olmo_hybrid": "gated DeltaNet with separate projections",
+}
+CPU_BFLOAT16 = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # its gated DeltaNet on a CPU takes bfloat16 only
+FURTHER_PACKAGES: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("qwen3_5_moe_text", "qwen3_5_text"),
+    ("torchvision",),  # vLLM's module for these has images too
+)
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
@@ -134,6 +145,7 @@ class VllmServer(EngineServer):
         super().__init__(spec)
         self._shape = self.shape_of(spec.settings)
         check_fits(self._shape, self._config, self._options, spec.model)
+        self._packages = FURTHER_PACKAGES.get(self._config.model_type, ())
         if spec.routed_layers and self._shape.pipeline * self._shape.data > 1:
             raise ConfigError(
                 f"actor.moe.routing_replay: rollout with {self._shape}: vLLM's stages and data parallel ranks know "
@@ -354,6 +366,20 @@ def check_fits(shape: ServerRanks, config: Any, options: Mapping[str, Any], mode
         raise ConfigError(
             "rollout.engine.enable_expert_parallel: on a CPU, vLLM's kernel reads experts that the rank does not "
             "have, which ends in a segmentation fault; leave it out"
+        )
+    kind = config.model_type
+    lacks = CPU_LACKS.get(kind)
+    if kind == "nemotron_h" and "moe" in (config.layer_types or ()):
+        lacks = "experts without gates"
+    if lacks:
+        raise ConfigError(
+            f"rollout.backend=vllm: on a CPU, vLLM has no kernel for {lacks}, and {model} (model.path) is of type "
+            f"{kind!r}: set rollout.backend=builtin, or run it on a GPU"
+        )
+    if kind in CPU_BFLOAT16 and options["dtype"] != "bfloat16":
+        raise ConfigError(
+            f"rollout.backend=vllm: on a CPU, vLLM computes gated DeltaNet in bfloat16 only, and {model} (model.path) "
+            f"would be served in {options['dtype']}: set actor.compute_dtype=bfloat16, or rollout.backend=builtin"
         )
     for size in head_sizes(config) - set(CPU_HEAD_SIZES):
         known = ", ".join(map(str, CPU_HEAD_SIZES))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
+from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
@@ -68,8 +69,10 @@ from hone.workers.inside.vllm_patches import (
     gather_rows,
     give_layers_their_embeddings,
     make_room_between_stages,
+    name_loaders,
     pack_cpu_experts_again,
     put_cpu_kernels_back,
+    rotate_by_token,
     scatter_rows,
 )
 from hone.workers.inside.vllm_quantised import QuantisedLayers
@@ -118,6 +121,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         if current_platform.is_cpu():
             allow_amx()
             CPURouter._compute_routing = add_bias_to_choice(CPURouter._compute_routing)
+            _custom_ops.rotary_embedding = rotate_by_token(_custom_ops.rotary_embedding)
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
@@ -130,6 +134,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
     def start_weight_update(self) -> None:
         self.receipt = {"error": "the update was begun, and no weights came"}
         pack_cpu_experts_again(self.model)
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         self._leave_quantised()  # of an update that was abandoned
         self._quantised = QuantisedLayers(quantised_layers(self.model), LinearMethodBase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,18 @@ import torch
 
 Named = tuple[str, torch.Tensor]
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # hidden states and router logits -> weights, experts
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Name weight loaders that are partial functions (MiniMax-M2's norms), before a layerwise reload.
+
+    `_wrap_parameters_weight_loader` reads the name of each loader. Remove this when it compares functions.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/reload/layerwise.py
+    """
+    for weight in model.parameters():
+        loader = getattr(weight, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            functools.update_wrapper(loader, loader.func)
 
 
 def pack_cpu_experts_again(model: torch.nn.Module) -> None:
@@ -49,21 +62,23 @@ def allow_amx() -> None:
 
 
 def add_bias_to_choice(compute: Routing) -> Routing:
-    """Wrap `CPURouter._compute_routing`: experts are chosen by softmax plus the router's bias, weights have none.
+    """Wrap `CPURouter._compute_routing`: experts are chosen by softmax or sigmoid plus the bias, weights have none.
 
     vLLM's router for CPUs ignores the bias of a softmax router without groups (ERNIE 4.5 MoE), and so chooses other
-    experts than on a GPU. Remove this when `CPURouter` reads `e_score_correction_bias` there.
+    experts than on a GPU; it has no sigmoid router without groups (MiniMax-M2). Remove this when `CPURouter` reads
+    `e_score_correction_bias` and computes sigmoids there.
     Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fused_moe/router/cpu_router.py
     """
 
     def route(
         router: Any, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plain = router.scoring_func == "softmax" and not (router.use_grouped_topk or router.custom_routing_function)
-        if router.e_score_correction_bias is None or not plain:
+        plain = not (router.use_grouped_topk or router.custom_routing_function)
+        bias, sigmoid = router.e_score_correction_bias, router.scoring_func == "sigmoid"
+        if not (plain and (sigmoid or (router.scoring_func == "softmax" and bias is not None))):
             return compute(router, hidden, logits, *rest, **named)
-        scores = logits.float().softmax(-1)
-        chosen = (scores + router.e_score_correction_bias).topk(router.top_k, -1).indices
+        scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+        chosen = (scores if bias is None else scores + bias).topk(router.top_k, -1).indices
         weights = scores.gather(-1, chosen)
         if router.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -129,6 +144,24 @@ def scatter_rows(communicator: Any, rows: torch.Tensor, dim: int = 0, sizes: lis
     torch.distributed.all_reduce(total, group=communicator.device_group)
     lengths = sizes or [len(rows) // communicator.world_size] * communicator.world_size
     return total.narrow(0, sum(lengths[:rank]), lengths[rank])
+
+
+def rotate_by_token(rotate: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `_custom_ops.rotary_embedding`, which turns queries and keys in place.
+
+    On a CPU, vLLM's kernel takes heads in a dimension of their own (LFM2, GLM-4.7-Flash) for tokens, and so turns them
+    by positions of other tokens. Remove this when the kernel reads the stride of a token from the first dimension.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/csrc/cpu/pos_encoding.cpp
+    """
+
+    def run(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *rest: Any, **named: Any) -> None:
+        flat = [one if one is None else one.flatten(1) for one in (query, key)]
+        rotate(positions, *flat, *rest, **named)
+        for one, turned in zip((query, key), flat, strict=True):
+            if one is not None and turned is not None and turned.data_ptr() != one.data_ptr():  # parts of wider rows
+                one.copy_(turned.view_as(one))
+
+    return run
 
 
 def give_layers_their_embeddings(model: Any) -> None:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from hone.engines.base import EngineSpec
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.fsdp2.mesh import Mesh
-from hone.engines.unsupported import refuse_expert_ranks, refuse_unsupported
+from hone.engines.unsupported import refuse_expert_ranks, refuse_unproven_layers, refuse_unsupported
 from hone.models.loading import DTYPES, ClassOf
 from hone_automodel.models import model_class
 from hone_automodel.settings import AutomodelSettings
@@ -28,6 +28,7 @@ class AutomodelEngine(Fsdp2Engine):
         assert isinstance(backend, AutomodelSettings)
         refuse_unsupported("automodel", spec)
         refuse_expert_ranks(backend.parallel, NO_EXPERT_RANKS)
+        refuse_unproven_layers("automodel", spec.model)
         self._settings = backend
         super().__init__(spec, device)
 

@@ -6,11 +6,12 @@ pytest.importorskip("nemo_automodel")
 
 from tests.engines.contract.cases import Mesh
 from tests.engines.contract.test_behaviour import refuse_all
+from tests.families.types import save_tiny
 from tests.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_settings_that_the_engine_lacks_are_errors_that_name_them(folders):
+def test_settings_that_the_engine_lacks_are_errors_that_name_them(folders, tmp_path):
     folder, two, own = folders["qwen3"], Mesh("automodel", 2), {"models": "automodel"}
     bad = [
         (Mesh("automodel", 2, {"tensor": 3}), folder, {}, "tensor = 3 does not divide 2 ranks"),
@@ -26,6 +27,8 @@ def test_settings_that_the_engine_lacks_are_errors_that_name_them(folders):
             "models = automodel has qwen3 only, found model_type 'llama'",
         ),
     ]
+    hybrid = save_tiny("nemotron_h", tmp_path / "nemotron_h")
+    bad.append((two, hybrid, {}, "whose model_type is 'nemotron_h': it has layers that carry a state"))
     run_ranks(2, refuse_all, bad)
 
 

@@ -30,6 +30,8 @@ ALONE = MegatronRanks(Sizes(1, 1, 1, 1, 1, 1, False), 0, None, None)
         (MixtralConfig(router_jitter_noise=0.1), "router_jitter_noise=0.1 in its config.json"),
         (Qwen2MoeConfig(decoder_sparse_step=2), "decoder_sparse_step=2 in its config.json"),
         (CONFIG_MAPPING["gemma2"](), "is a 'gemma2' model, and the megatron engine builds llama, .*gpt_oss"),
+        (CONFIG_MAPPING["nemotron_h"](), "is a 'nemotron_h' model, and the megatron engine builds llama"),
+        (CONFIG_MAPPING["deepseek_v32"](), "is a 'deepseek_v32' model, and the megatron engine builds llama"),
     ],
 )
 def test_what_the_engine_computes_otherwise_is_refused(config, message):

@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("veomni")
 
+from hone.models.errors import ModelError
+from hone_veomni.models import model_class
 from tests.engines.contract.cases import Mesh, make_engine
 from tests.engines.contract.test_behaviour import refuse_all
 from tests.ranks import run_ranks
@@ -36,6 +38,12 @@ def test_settings_that_the_engine_lacks_are_errors_that_name_them(folders):
         folder,
         [(Mesh("veomni", 1, more=liger), folder, {}, "choose one for both")],
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
+def test_models_with_a_state_or_an_indexer_are_refused_by_name(kind):
+    with pytest.raises(ModelError, match=f"veomni does not train m, whose model_type is '{kind}': it trains llama"):
+        model_class(kind, "ForCausalLM", "m")
 
 
 def refuse_after_another(mesh, folder, bad):
