@@ -22,6 +22,7 @@ from hone.cli.recipe import load_recipe
 from hone.cli.score import outcomes_of
 from hone.composition import ConfigError
 from hone.data.columns import PromptReader
+from hone.data.messages import RenderingError
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, PromptStream, TooLong, make_renderer
 from hone.envs import ENVS
@@ -73,11 +74,16 @@ def check(
             check_room(config, model)
             renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
             rows, shown = _prompts(config, renderer)
-            played, failed, start = _environment(config, renderer)
+            lines, failed, start = _environment(config, renderer)
             if start is not None:  # it may have tools, and need not be the row's prompt
-                ids = start.token_ids or renderer.render_prompt(start.messages, start.tools)
-                shown = renderer.decode(ids, keep_special=True)
-            _say([rows, f"first prompt, as the model reads it: {shown[-SHOWN:]!r}", *played])
+                try:
+                    ids = start.token_ids or renderer.render_prompt(start.messages, start.tools)
+                    shown = renderer.decode(ids, keep_special=True)
+                except RenderingError as error:
+                    shown, failed = "", True
+                    lines.append(f"environment: problem: its first prompt cannot be rendered: {error}")
+            prompt = [f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"] if shown else []
+            _say([rows, *prompt, *lines])
             tried = list(_rewards(config))
             failed |= bool(tried) and all("failed" in line for line in tried)
             _say(tried)

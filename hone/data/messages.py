@@ -127,11 +127,14 @@ def parameters_by_tool(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
     } or None
 
 
+_PARAMETERS = ("parameters", "input_schema", "inputSchema")  # names of the schema of a tool's parameters
+
+
 def normal_tool(tool: Any) -> dict[str, Any]:
     """The JSON schema of one tool in the form that chat templates read, `{"type": "function", "function": ...}`.
 
     It may be JSON text itself, have its parameters as JSON text, or be the schema of the function alone, as OpenAI's
-    Responses and Anthropic have it. Raises MessageError for anything else.
+    Responses, Anthropic and MCP have it. Raises MessageError for anything else, such as tools of a provider.
 
     >>> normal_tool({"name": "add", "input_schema": {}})
     {'type': 'function', 'function': {'name': 'add', 'parameters': {}}}
@@ -143,8 +146,13 @@ def normal_tool(tool: Any) -> dict[str, Any]:
     if "name" not in function:  # of a kind that only its template knows
         return dict(found)
     if function is found:
+        kind = found.get("type", "function")
+        if kind != "function" and not (kind == "custom" and "input_schema" in found):
+            raise MessageError(f"the tool {found['name']!r:.60} has type {kind!r:.60}; expected function")
         found, function = {}, {key: value for key, value in found.items() if key != "type"}
-    function = {"parameters" if key == "input_schema" else key: value for key, value in function.items()}
+    if len(given := [key for key in _PARAMETERS if key in function]) > 1:
+        raise MessageError(f"the tool {function['name']!r:.60} has {' and '.join(given)}; leave one of them")
+    function = {"parameters" if key in given else key: value for key, value in function.items()}
     if isinstance(function.get("parameters"), str):
         function["parameters"] = _parsed(function["parameters"], f"parameters of the tool {function['name']!r:.60}")
     return {"type": "function", **found, "function": function}

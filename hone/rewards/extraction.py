@@ -14,8 +14,9 @@ VULGAR = {  # ½ -> ("1", "2")
     chr(code): tuple(unicodedata.normalize("NFKC", chr(code)).split("⁄"))
     for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189)
 }
-_GAP = r"(?:\{,\}|,\\[!,;: ]\s?|\{?\\(?:[!,;: ]|thinspace\b)\}?\s?|[~ \u00a0\u2002-\u200a\u202f\u205f])"
+_GAP = r"(?:\{,\}|,\\!\s?|\{?\\(?:[!,;: ]|thinspace\b)\}?\s?|[~ \u00a0\u2002-\u200a\u202f\u205f])"
 _GAPS = re.compile(_GAP)
+_WIDE = frozenset({" ", "~", "\\ "})  # of the gaps, those that may also stand between two numbers
 _GROUPS = re.compile(rf"(?<![0-9])[0-9]++(?:{_GAP}[0-9]++)++")
 _UNDER = re.compile(r"\s?/\s?([0-9]{1,30})")
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
@@ -57,28 +58,34 @@ def spelled(value: Any) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def joined(text: str) -> str:
-    """The text without what stands between groups of three digits of one number: spaces, or TeX's thin ones.
+def joined(text: str, spaces: bool = True) -> str:
+    """The text without what stands between groups of three digits of one number: a space, or one of TeX's.
+
+    `spaces`: also a plain one, which in running text may stand between two numbers.
 
     >>> joined(r"1 000"), joined(r"12\\,345.6"), joined("1{,}000"), joined("1 2"), joined("1 0000"), joined("2 100/201")
     ('1000', '12345.6', '1000', '1 2', '1 0000', '2 100/201')
     """
-    return _GROUPS.sub(_joined, text)
+    return _GROUPS.sub(lambda found: _joined(found) if spaces or " " not in found[0] else found[0], text)
 
 
 def _joined(found: re.Match[str]) -> str:
     text, (first, *rest) = found.string, _GAPS.split(found[0])
-    before, after = text[max(found.start() - 2, 0) : found.start()], text[found.end() : found.end() + 1]
-    is_spaced = " " in _GAPS.findall(found[0])
+    before = text[max(found.start() - 2, 0) : found.start()]
+    gaps = _GAPS.findall(found[0])
+    is_spaced = " " in gaps
     if before[-1:] in (".", ",") and before[:1].isdigit():  # digits after the point, which TeX's spaces may group
         fits = len(first) == 3 and not is_spaced and before[1] == "."
     else:
-        fits = len(first) < 4 and first[0] != "0" and before[-1:] not in ("^", "_")
+        fits = len(first) < 4 and first[0] != "0" and before[-1:] not in ("^", "_", "/", ":")
     if not fits or any(len(group) != 3 for group in rest):
         return found[0]
     under = _UNDER.match(text, found.end())
     is_mixed = under and len(rest) == 1 and rest[0][0] != "0" and int(rest[0]) < int(under[1])  # 2 100/201
-    is_list = is_spaced and before[-1:] + after in ("[]", "()")  # a vector, or a cycle
+    opening = text[max(found.start() - 4, 0) : found.start()].rstrip(" ~")
+    closing = text[found.end() : found.end() + 4].lstrip(" ~")
+    is_enclosed = (opening[-1:] + closing[:1] in ("[]", "()")) or (opening[-2:] + closing[:2] == "\\{\\}")
+    is_list = is_enclosed and not _WIDE.isdisjoint(gaps)  # a vector, a cycle, or a set
     return found[0] if is_mixed or is_list else first + "".join(rest)
 
 
@@ -121,7 +128,7 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("from -3 to 1,000, so 4."), last_number("1,2,3"), last_number("3½ at 12:30"), last_number("none")
     (Fraction(4, 1), Fraction(3, 1), Fraction(7, 2), None)
     """
-    for match in reversed(list(_RUN.finditer(_plain(text)))):
+    for match in reversed(list(_RUN.finditer(_plain(text, spaces=False)))):
         number = _read(match)
         if number is None and not match["under"]:
             run = match["run"].rstrip(".,")
@@ -134,9 +141,9 @@ def last_number(text: str) -> Fraction | None:
     return None
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, spaces: bool = True) -> str:
     """The text without dollar signs and backslashes, with numbers spelled in digits, and without times and powers."""
-    text = joined(text).replace("{,}", ",").translate(_TEX)
+    text = joined(text, spaces).replace("{,}", ",").translate(_TEX)
     text = _DATE.sub("(date)", _TIME.sub("(time)", text))
     text = _MIXED.sub(_improper, text)
     text = re.sub(f"[{''.join(VULGAR)}]", lambda found: "/".join(VULGAR[found[0]]), text)

@@ -295,15 +295,15 @@ def words(text: str) -> str:
 
     Of a formula, whose case and signs mean something, only the spaces are normal: `5!` is not 5, and `f'` not f.
 
-    >>> words(r"\\text{The  North Pole}."), words("(A)"), words("N + 5!")
-    ('the north pole', 'a', 'N + 5!')
+    >>> words(r"\\text{The  North Pole}."), words("(A)"), words("N + 5!"), words("Apollo 11!"), words("A, c")
+    ('the north pole', 'a', 'N + 5!', 'apollo 11', 'a, c')
     """
     text = unicodedata.normalize("NFC", unwrapped_words(text))
     text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:")
-    bare = text.strip(" .,;:!\"'")
-    if not is_words(bare) and not re.fullmatch(r"\([A-Za-z]\)|[A-Za-z]", text):
+    named = any(map(is_word, re.findall(r"[^\W\d_]+", text)))
+    if re.search(r"[\\^_=<>*|{}]|\+\s?\w", text) or (not named and re.search(r"[^\W_][!'’]", text)):
         return text
-    bare = bare.casefold()
+    bare = text.strip(" .,;:!\"'").casefold()
     return bare[1:-1] if re.fullmatch(r"\([a-z]\)", bare) else bare
 
 

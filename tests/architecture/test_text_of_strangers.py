@@ -191,7 +191,7 @@ TRIED: dict[str, dict[str, str]] = {
                 "_ROOT",
                 "_RAISED",
                 "_FINAL",
-                "14 without a name",
+                "16 without a name",
             ),
         ),
         "formulas",

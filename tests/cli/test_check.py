@@ -108,6 +108,21 @@ def test_an_environment_is_played(tmp_path, capsys, name, code, said):
     assert said in capsys.readouterr().out
 
 
+def test_a_start_that_cannot_be_rendered_is_a_problem_of_the_environment(tmp_path, capsys):
+    (tmp_path / "odd.py").write_text(
+        "from hone.envs.base import Start, StepResult\n"
+        "class Odd:\n"
+        "    def __init__(self, prompt, sample, config): pass\n"
+        "    async def start(self): return Start(({'role': 'user', 'content': 5},))\n"
+        "    async def step(self, said, completion): return StepResult(done=True)\n"
+        "    async def close(self): pass\n"
+    )
+    assert main(["check", str(recipe(tmp_path, {"episode": {"env": {"name": f"{tmp_path}/odd.py:Odd"}}}))]) == 1
+    out = capsys.readouterr().out
+    assert "environment: problem: its first prompt cannot be rendered: the content of a message" in out
+    assert "first prompt, as" not in out
+
+
 def test_the_first_prompt_is_the_one_of_the_environment(capsys):
     assert main(["check", "recipes/tools/calculator.yaml"]) == 0
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("first prompt")]

@@ -118,8 +118,14 @@ def test_a_tool_has_one_form():
     parameters = WEATHER["function"]["parameters"]
     as_text = {"type": "function", "function": {"name": "weather", "parameters": json.dumps(parameters)}}
     assert normal_tool(as_text) == normal_tool(json.dumps(WEATHER)) == WEATHER
-    flat = {"type": "function", "name": "weather", "input_schema": parameters}  # as Responses and Anthropic have it
-    assert normal_tool(flat) == WEATHER
+    for key, kind in (("parameters", "function"), ("input_schema", "custom"), ("inputSchema", "function")):
+        flat = {"type": kind, "name": "weather", key: parameters}  # as Responses, Anthropic and MCP have it
+        assert normal_tool(flat) == WEATHER
+    for kind in ("bash_20250124", "custom"):
+        with pytest.raises(MessageError, match=f"the tool 'bash' has type '{kind}'; expected function"):
+            normal_tool({"type": kind, "name": "bash", "format": {}})
+    with pytest.raises(MessageError, match="the tool 'f' has parameters and input_schema; leave one of them"):
+        normal_tool({"name": "f", "parameters": {}, "input_schema": {}})
     with pytest.raises(MessageError, match="parameters of the tool 'f' is text, but no JSON"):
         normal_tool({"name": "f", "parameters": "{"})
 

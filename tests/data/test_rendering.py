@@ -660,9 +660,12 @@ def test_a_call_that_its_template_does_not_end_ends_as_in_a_rollout(make_tokeniz
     assert list(ids[: len(rollout)]) == rollout[: len(ids)]  # nothing is rendered after the last answer
 
 
-def test_two_answers_in_a_row_have_an_opening_between_them_also_where_that_ends_the_first(make_tokenizer):
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_two_answers_in_a_row_have_an_opening_between_them_also_where_that_ends_the_first(make_tokenizer, marked):
     """The end of the first one, which is no question's beginning there, is not learnt."""
-    renderer = Renderer(make_tokenizer(NO_ENDS))
+    said, marks = "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
+    chosen = f"{{% if m.role == 'user' %}}{said}{{% else %}}{marks}{{% endif %}}"
+    renderer = Renderer(make_tokenizer(NO_ENDS.replace(said, chosen) if marked else NO_ENDS))
     ids, mask = renderer.render_sample([*CONVERSATION[:2], assistant("No."), *CONVERSATION[2:]])
     assert learnt(renderer, ids, mask)[:2] == ["It is 4.", "No.<|im_start|>"]
 

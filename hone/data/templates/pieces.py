@@ -119,10 +119,17 @@ def _all_ended(template: Rendering, messages: Sequence[Message], pieces: Pieces,
     last = {of: number for number, (_, of) in enumerate(pieces) if of is not None}
     found = [*pieces]
     for of in last.keys() - {of for piece, of in pieces if _ended(template, _NUMBERED.sub("", piece))}:
+        if _goes_on(messages, of):
+            continue
         piece, after = pieces[last[of]][0], "".join(text for text, _ in pieces[last[of] + 1 : last[of] + 2]) or rest
         if not after.strip() or (template.special and template.specials.match(after.lstrip())):
             found[last[of]] = (piece + template.ending.of(messages[of]), of)
     return found
+
+
+def _goes_on(messages: Sequence[Message], index: int) -> bool:
+    """Return whether another answer follows an answer, without a message in between that would end it."""
+    return any(one.get("role") == "assistant" for one in messages[index + 1 : index + 2])
 
 
 def _numbered(message: Message, index: int) -> Message:
@@ -167,8 +174,7 @@ def _to_its_end(template: Rendering, answer: str, messages: Sequence[Message], i
     if length is not None:
         return answer[:length]
     if template.ending.begin_next:
-        goes_on = any(one.get("role") == "assistant" for one in messages[index + 1 : index + 2])
-        return answer if goes_on else answer + template.ending.of(messages[index])
+        return answer if _goes_on(messages, index) else answer + template.ending.of(messages[index])
     ends = list(template.specials.finditer(answer))
     if not ends or answer[ends[-1].end() :].strip():
         raise RenderingError(f"message {index}: the chat template renders no end token after {answer[-60:]!r}")

@@ -185,8 +185,10 @@ class Checker:
         ids = tuple(text.encode())
         completion = Completion("check", ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
         result = await self._within(env.step(said, completion), "step()", f" for the answer {_shown(said)}")
-        if not isinstance(result, StepResult):
-            self.found.note("problem", f"step() should return a StepResult, found {result!r:.100}")
+        if not isinstance(result, StepResult) or not isinstance(result.messages, Sequence):
+            self.found.note(
+                "problem", f"step() should return a StepResult with a list of messages, found {result!r:.100}"
+            )
             raise _Failed
         if not result.status.trainable:
             self.found.note("problem", f"step() for the answer {_shown(said)} failed: {result.error or result.status}")

@@ -1,7 +1,7 @@
 """Files and folders that are written beside their place and then renamed, so that they are whole or absent there.
 
-A lock file says that the process that writes is alive: the kernel releases the lock of a process that is killed, on
-whatever machine it ran.
+A lock file says that the process that writes is alive: the kernel releases the lock of a process that is killed, also
+on another machine if the file system has locks across machines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _LEFT = ".*.partial.lock"
@@ -25,14 +25,16 @@ def partial_of(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for lock in target.parent.glob(_LEFT):
-        with suppress(BlockingIOError), alone(lock):
+        with suppress(OSError), alone(lock):  # it is held, or another user's
             _remove(lock.with_suffix(""))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    with alone(partial.with_name(f"{partial.name}.lock")):
-        try:
-            yield partial
-        finally:
-            _remove(partial)
+    with ExitStack() as held:
+        while True:
+            partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+            with suppress(BlockingIOError):  # another process has just taken the lock for one that was left
+                held.enter_context(alone(partial.with_name(f"{partial.name}.lock")))
+                break
+        held.callback(_remove, partial)
+        yield partial
 
 
 def _remove(path: Path) -> None:

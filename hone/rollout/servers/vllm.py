@@ -211,7 +211,13 @@ class VllmServer(EngineServer):
 
     @classmethod
     def _model_options(cls, config: Any) -> dict[str, Any]:
-        """Options for layers with a state on a CPU: vLLM caches prefixes of states with chunked prefill only."""
+        """Options for layers with a state on a CPU, and for Gemma 3n.
+
+        vLLM caches prefixes of states with chunked prefill only. What `give_layers_their_embeddings` computes is in new
+        memory for each batch, which graphs of an accelerator would not read.
+        """
+        if config.model_type == "gemma3n_text":
+            return {"enforce_eager": True}
         if current_platform().device == "cpu" and carries_state(config):
             return {"enable_prefix_caching": False}
         return {}

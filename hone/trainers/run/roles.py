@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from hone.runtime.settings import RuntimeConfig
 from hone.trainers.run.recorder import Recorder
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
+LOG = logging.getLogger("hone.trainers")
 LOST_BELOW = 1e-4  # a bfloat16 weight of 0.02 changes by steps of 1.2e-4
 POLICY = "actor"  # the role that is trained on what it samples
 
@@ -101,5 +103,8 @@ def frozen_engine(engine: EngineConfig, keep_adapter: bool = False) -> EngineCon
     """
     if keep_adapter:
         return engine
-    backend = engine.backend if engine.backend.computes_here else EngineConfig().backend
+    backend = engine.backend
+    if not backend.computes_here:
+        backend = EngineConfig().backend
+        LOG.warning("%s has the policy's base only: %s computes another model here", engine.backend.name, backend.name)
     return engine.model_copy(update={"lora": None, "backend": backend})

@@ -21,7 +21,7 @@ def name_loaders(model: torch.nn.Module) -> None:
     for weight in model.parameters():
         loader = getattr(weight, "weight_loader", None)
         if isinstance(loader, functools.partial):
-            functools.update_wrapper(loader, loader.func)
+            vars(loader)["__name__"] = loader.func.__name__  # no more, or its signature would be the function's
 
 
 def pack_cpu_experts_again(model: torch.nn.Module) -> None:
