@@ -17,7 +17,7 @@ VULGAR = {  # ½ -> ("1", "2")
 _GAP = r"(?:\{,\}|,\\!\s?|\{?\\(?:[!,;: ]|thinspace\b)\}?\s?|[~ \u00a0\u2002-\u200a\u202f\u205f])"
 _GAPS = re.compile(_GAP)
 _WIDE = frozenset({" ", "~", "\\ "})  # of the gaps, those that may also stand between two numbers
-_GROUPS = re.compile(rf"(?<![0-9])[0-9]++(?:{_GAP}[0-9]++)++")
+_GROUPS = re.compile(rf"(?<![0-9])[0-9]++(?:{_GAP}[0-9]++)+")  # no "++": Python before 3.11.5 matches it wrongly
 _UNDER = re.compile(r"\s?/\s?([0-9]{1,30})")
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
 _RUN = re.compile(
@@ -30,7 +30,7 @@ _LONGEST = 5000  # characters of a number; a longer one is none
 _UNIT = re.compile(r"[\s%°$€£¥₹.,'\"()/-]*(?:[^\W\d_][\s%°.,'\"()/-]*)*")
 _JOINING = re.compile(r"\b(?:and|or|to|plus|minus|times|by)\b", re.IGNORECASE)
 _TEX = str.maketrans({"−": "-", "$": None, "\\": None})
-_TIME = re.compile(r"(?<![0-9:])[0-9]++(?:\s?:\s?[0-9]++)++")
+_TIME = re.compile(r"(?<![0-9:])[0-9]++(?:\s?:\s?[0-9]++)+")
 _DATE = re.compile(r"(?<![0-9/])[0-9]++(?:/[0-9]++){2,}")
 _MIXED = re.compile(
     r"(?<![\w./,])([0-9]{1,30})(?: ([0-9]{1,30})/([0-9]{1,30})(?![\w/])|\s?([" + "".join(VULGAR) + "]))"
