@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def request(model: str, number: int, tokens: int, length: int = LENGTH) -> bytes
     """A cross_entropy request with `tokens` tokens in all."""
     generator = torch.Generator().manual_seed(number)
     rows = torch.randint(8, 90, (max(1, tokens // length), min(length, tokens)), generator=generator)
-    (body,) = training_requests(model, number, [Weighted(row, torch.ones(len(row))) for row in rows], False)
+    (body,) = training_requests(model, number, [Weighted(row, row, torch.ones(len(row))) for row in rows], False)
     return body
 
 
@@ -106,8 +107,8 @@ def said(name: str, times: Sequence[float], other: Sequence[float]) -> None:
 
 
 def overhead(pairs: int, tokens: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        served, alone = Served(Path(name)), opened()
+    with tempfile.TemporaryDirectory() as name, closing(Served(Path(name))) as served:
+        alone = opened()
 
         def here(number: int) -> None:
             train(alone, request("here", number, tokens))
@@ -120,7 +121,6 @@ def overhead(pairs: int, tokens: int) -> None:
                 took = seconds(lambda work=work, pair=pair: work(1 + 2 * pair))  # type: ignore[misc]
                 if pair > 1:  # the first ones warm up
                     times[way].append(took)
-        served.close()
     said(f"through the service, {tokens} tokens a step", times["there"], times["here"])
 
 
