@@ -33,7 +33,7 @@ QUICK := not slow and not vllm and not sglang and not agents and not tinker
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a pretrained model with RL (93 MB, fetched once)"
-	@echo "make quickstart-tiny  the same with a model of 0.6 M parameters that hone builds: two minutes, no download"
+	@echo "make quickstart-tiny  the same with a model of 0.6 M parameters that hone builds: two to four minutes, no download"
 	@echo "make test         run all tests except the slow ones, and those of the architecture (make check)"
 	@echo "make test-all     run every test: clusters of processes, faults and learning too"
 	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."

@@ -122,9 +122,7 @@ def stored_messages(text: str) -> list[Any] | None:
 def parameters_by_tool(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The JSON schema of each tool's parameters, for `normal_message`; None without tools."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {
-        str(one.get("name")): one.get("parameters", one.get("input_schema")) or {"properties": {}} for one in functions
-    } or None
+    return {str(one.get("name")): one.get("parameters") or {"properties": {}} for one in functions} or None
 
 
 _PARAMETERS = ("parameters", "input_schema", "inputSchema")  # names of the schema of a tool's parameters

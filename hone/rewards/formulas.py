@@ -55,6 +55,9 @@ _VULGAR = {sign: f"\\frac{{{over}}}{{{under}}}" for sign, (over, under) in VULGA
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_FUNCTIONS = frozenset(  # names that are no words of a formula
+    ("arccos", "arcsin", "arctan", "arg", "cos", "cosh", "cot", "csc", "det", "dim", "exp", "gcd", "inf", "lcm", "lim")
+) | frozenset(("log", "max", "min", "mod", "sec", "sin", "sinh", "sup", "tan", "tanh"))
 _SQUARE = re.compile(r"(?<![\w.,^])(\d++)([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++)")
 _UNITS = {
     "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
@@ -300,7 +303,7 @@ def words(text: str) -> str:
     """
     text = unicodedata.normalize("NFC", unwrapped_words(text))
     text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:")
-    named = any(map(is_word, re.findall(r"[^\W\d_]+", text)))
+    named = any(is_word(one) and one not in _FUNCTIONS for one in re.findall(r"[^\W\d_]+", text))
     if re.search(r"[\\^_=<>*|{}]|\+\s?\w", text) or (not named and re.search(r"[^\W_][!'’]", text)):
         return text
     bare = text.strip(" .,;:!\"'").casefold()

@@ -233,6 +233,8 @@ MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
         (r"\boxed{\text{Team 2}}", "team 2", 1.0),
         (r"\boxed{\text{Class B2}}", "class B2", 1.0),
         (r"\boxed{Apollo 11!}", "Apollo 11", 1.0),
+        (r"\boxed{log n!}", "log n", 0.0),
+        (r"\boxed{sin x'}", "sin x", 0.0),
         (r"\boxed{a, c}", "A, C", 1.0),
         (r"\boxed{1 100/201}", "301/201", 1.0),
         (r"\boxed{3.141\,592}", "3.141592", 1.0),

@@ -204,20 +204,28 @@ def test_supervised_fine_tuning_on_a_service_has_the_figures_of_one_process(run_
     compare(here, there, {"train/nll", "train/loss", "train/grad_norm"})
 
 
-def test_distillation_from_likely_tokens_on_a_service_has_the_figures_of_one_process(run_file, server, key, teacher):
+@pytest.mark.parametrize("served", [False, True], ids=["computed here", "the service's base"])
+def test_distillation_from_likely_tokens_on_a_service_has_the_figures_of_one_process(
+    run_file, server, key, base, teacher, served
+):
+    judge = {"model": {"path": str(base if served else teacher)}}
+    loss = {"name": "forward_top_k" if served else "reverse_top_k", "k": 3}
     changes = {
         "kind": "distill",
         "run": {"steps": 3},
-        "distillation": {
-            "teachers": {"other": {"model": {"path": str(teacher)}}},  # not on the service: computed here
-            "loss": {"name": "reverse_top_k", "k": 3},
-            "task_coef": 0.5,
-        },
+        "distillation": {"teachers": {"other": judge}, "loss": loss, "task_coef": 0.5},
     }
     here = figures(train(run_file("here", **changes), command="distill"))
-    there = figures(train(run_file("there", server.url, **changes), command="distill"))
+    named = f"{{name: tinker_api, url: '{server.url}', base_model: tiny}}"  # as docs/tinker_client.md has it
+    there = figures(
+        train(
+            run_file("there", server.url, **changes),
+            *([f"distillation.teachers.other.engine.backend={named}"] if served else []),
+            command="distill",
+        )
+    )
     compare(here, there, RL | {"train/distillation_loss", "train/teacher_kl"})
-    assert here[-1]["train/distillation_loss"] > 0.01
+    assert here[-1]["train/distillation_loss"] > (0 if served else 0.01)  # the student begins as the base
 
 
 def preferring(path):
