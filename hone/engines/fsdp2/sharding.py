@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from transformers.distributed import tensor_parallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hone.engines.forward import Forward
-from hone.engines.fsdp2.mesh import EXPERT, TENSOR, Mesh
+from hone.engines.fsdp2.mesh import EXPERT, FSDP, REPLICATE, TENSOR, Mesh
 from hone.engines.fsdp2.settings import ShardConfig, Sizes
 from hone.engines.fsdp2.weights import Partial
 from hone.engines.lora.targets import Split
@@ -48,7 +48,7 @@ class ShardingError(ModelError):
 class Sharding(Protocol):
     """Sharding of an engine's model. `Sharder` is one; engines of other packages have their own."""
 
-    partial: Partial
+    partial: Sequence[Partial]
 
     def shard(self, model: Any, name: str) -> None:
         """Turn a transformers model, empty (meta) or filled, into its shards, in place; `name` is for errors."""
@@ -75,7 +75,10 @@ class Sharder:
         self._compute = compute
         self._layers = layers
         self._styles: dict[str, str] = {}  # how `tensor` cut each kind of module
-        self.partial = Partial(group=mesh.dense.get_group(TENSOR))  # norms of single heads, over `tensor`
+        self._norms = Partial(group=mesh.dense.get_group(TENSOR))  # of single heads
+        self._copied: set[nn.Parameter] = set()  # not sharded
+        self._copies = [Partial(group=mesh.dense.get_group(one)) for one in (REPLICATE, FSDP)]
+        self.partial: Sequence[Partial] = (self._norms, *self._copies)
 
     def shard(self, model: Any, name: str) -> None:
         """Turn a transformers model, empty (meta) or filled, into its shards, in place; `name` is for errors.
@@ -139,7 +142,7 @@ class Sharder:
                 for key, child in module.named_children():
                     if any(one.startswith(wildcard(f"{path}.{key}.")) for one in plan):
                         child.forward = _cloned(child.forward)
-        self.partial.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
+        self._norms.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
 
     # --------------------------------------------------------------------------------------------------- experts
 
@@ -164,7 +167,8 @@ class Sharder:
         if self._mesh.sizes.expert > 1:
             for module in _experts(model):
                 self._fully_shard(module, mesh=self._mesh.expert_fsdp, policy=policy)
-        root = self._shard_wide(model, policy) if self._compute == torch.bfloat16 else policy
+        narrow = torch.bfloat16 in (self._stored, self._compute)
+        root = self._shard_wide(model, policy) if narrow else policy
         for layers in _layers(model):
             self._fully_shard(*layers, mesh=self._mesh.fsdp, policy=policy)
         if root is not policy:
@@ -174,15 +178,21 @@ class Sharder:
     def _shard_wide(self, model: Any, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Shard the modules whose weights stay in float32; returns the policy of what is in no module of its own.
 
-        The head is such a part: losses use its weight outside of its forward.
+        The head is such a part: losses use its weight outside of its forward. A weight that stays in float32 beside
+        others (a decay, a few numbers per head) is not sharded, because FSDP gathers a module in one dtype.
         """
         wide, root, head = wide_weights(model), policy, model.get_output_embeddings()
         called_for_each_run = {part for indexer in indexers(model) for part in indexer.modules()}
         for path, module in reversed(list(model.named_modules())):
             weights = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
-            if not weights or not all(wide(weight) for weight in weights):
+            kept = [weight for weight in weights if wide(weight)]
+            if not kept:
                 continue
-            if module is head:
+            if len(kept) < len(weights):
+                self._copied.update(module.get_parameter(weight.rpartition(".")[2]) for weight in kept)
+                for copies in self._copies:
+                    copies.names.extend(kept)
+            elif module is head:
                 root = self._precision(wide=True)
             else:
                 self._shard_parts(module, policy)  # which it would take along
@@ -210,7 +220,7 @@ class Sharder:
         self, *modules: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, reshard: bool | None = True
     ) -> None:
         """Gather these together; `reshard` after the forward, None: unless one is the outermost module."""
-        ignored = set().union(*(still_empty(one) for one in modules))
+        ignored = self._copied.union(*(still_empty(one) for one in modules))
         fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
         sum_gradients(modules[0])
 

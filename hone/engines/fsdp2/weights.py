@@ -140,8 +140,11 @@ class ProcessWeights:
 class Partial:
     """Weights that a group of ranks holds alike, each rank computing a part of their gradients."""
 
+    group: Any
     names: list[str] = field(default_factory=list)  # or ends of names
-    group: Any = None
+
+    def has(self, name: str) -> bool:
+        return f".{name}".endswith(tuple(f".{one}" for one in self.names))
 
 
 class ShardedWeights:
@@ -152,7 +155,7 @@ class ShardedWeights:
         model: nn.Module,
         ranks: Ranks,
         trained: bool,
-        partial: Partial | None = None,
+        partial: Sequence[Partial] = (),
         rename: Callable[[str], str] | None = None,
     ) -> None:
         """`rename` gives the names in transformers' state dict of a model that has other ones."""
@@ -171,9 +174,7 @@ class ShardedWeights:
         self._shards = {name: MeshShard.of(weight.detach(), ranks) for name, weight in self._sharded.items()}
         self._needs: Sequence[BoxMap] = ()  # of every rank; empty: ranks gather whole weights
         self._held: dict[str, Held] = {}  # what every rank holds, once it was asked
-        self._partial = partial or Partial()
-        ends = tuple(f".{name}" for name in self._partial.names)
-        self._summed = [name for name in self.masters if f".{name}".endswith(ends)]
+        self._summed = [(one.group, [name for name in self.masters if one.has(name)]) for one in partial]
 
     def collect(self) -> None:
         """Give the masters the gradients that `fully_shard` has summed over ranks and micro-batches."""
@@ -182,12 +183,13 @@ class ShardedWeights:
             master.grad = None if grad is None else local_part(grad)
 
     def settle(self) -> None:
-        grads = [grad for name in self._summed if (grad := self.masters[name].grad) is not None]
-        if grads:
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=self._partial.group)
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        for group, names in self._summed:
+            grads = [grad for name in names if (grad := self.masters[name].grad) is not None]
+            if grads:
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
+                dist.all_reduce(flat, group=group)
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                    grad.copy_(part.view_as(grad))
 
     def gradient_norm(self) -> float:
         total = torch.zeros((), dtype=torch.float64)

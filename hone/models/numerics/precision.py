@@ -1,31 +1,43 @@
 """Weights that a model keeps in float32 while it computes in a narrower dtype.
 
 transformers computes these in float32 whatever the rest is in: parameters that the architecture names in
-`_keep_in_fp32_modules_strict` (some routers), and buffers of the state dict (the bias that balances DeepSeek-V3's
-experts). `_keep_in_fp32_modules`, without `strict`, concerns float16 only.
+`_keep_in_fp32_modules_strict` (some routers), parameters that a class makes in float32 in a model of any dtype (decays
+of a state), and buffers of the state dict (the bias that balances DeepSeek-V3's experts). `_keep_in_fp32_modules`,
+without `strict`, concerns float16 only.
 
 The trainer, the weight sync, the built-in rollout and exports all ask `wide_weights`, so they hold the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 WideFn = Callable[[str], bool]
+
+# Model type -> ends of the names of parameters that its class makes in float32. No list of transformers has them; its
+# loader keeps the dtype in which a parameter was made.
+_MADE_IN_FLOAT32: Mapping[str, str] = {
+    "hunyuan_v1_moe": ".mlp.gate.wg.weight",
+    "olmo_hybrid": ".linear_attn.A_log",
+    "zamba": ".mamba.A_log",
+}
 
 
 def wide_weights(model: nn.Module) -> WideFn:
     """Return whether the named weight of the state dict stays in float32. A LoRA adapter changes no answer."""
     lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
     patterns = {pattern for patterns in lists for pattern in patterns}
+    kinds = {module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel)}
+    made = tuple(end for kind, end in _MADE_IN_FLOAT32.items() if kind in kinds)
     buffers = {plain_name(name) for name, _ in state_buffers(model)}
 
     def wide(name: str) -> bool:
         plain = plain_name(name)
-        return plain in buffers or any(pattern in plain for pattern in patterns)
+        return plain in buffers or plain.endswith(made) or any(pattern in plain for pattern in patterns)
 
     return wide
 

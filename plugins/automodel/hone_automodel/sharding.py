@@ -76,7 +76,7 @@ class AutomodelSharder(Sharder):
         except ValueError as error:
             raise ShardingError(f"{key} = {size}: Automodel cannot cut {name}: {error}; leave it at 1") from error
         partial = {path for path, style in plan.items() if isinstance(style, ReplicatedWithGradAllReduce)}
-        self.partial.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
+        self._norms.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
         return plan
 
 
