@@ -5,7 +5,7 @@ and `worker` (the two sides of the worker processes), `hosting` (which processes
 function), `model` (reward models).
 The built-in functions, which `REWARDS` names: `exact_match`, `gsm8k`, `math`, `code`, `reasoning_gym`, `judge`
 (two of them, which ask by `judge_client`). `extraction` finds the number that is the answer of a response, `formulas`
-the formula.
+the formula; `answers` are those in words, and inequalities.
 """
 
 from __future__ import annotations

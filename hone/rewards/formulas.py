@@ -9,12 +9,12 @@ Everything here takes time linear in the text, which a policy wrote.
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 from hone.data.answers import between_tags
+from hone.rewards.answers.words import CLOCK, TEXT, is_word, unwrapped_words
 from hone.rewards.extraction import VULGAR, joined
 
 _MARKS = re.compile(
@@ -28,11 +28,8 @@ _MOST_NUMBERS = 200  # in powers of ten, that are spelled out: each can grow to 
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
 _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
-_CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
-_DATE = re.compile(r"(?<![\d.-])\d{4}-\d{2}-\d{2}(?![\d.-]\d)")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
 _CASES = re.compile(  # a system of equations, row by row
     r"(?:\\left\s?\\\{\s?)?\\begin\s?\{(?:cases|aligned|align\*?|gathered|array)\}(?:\{[lcr]{1,3}\})?"
     r"((?:(?!\\(?:begin|end)\b)[^&]){1,2000})\\end\s?\{[a-z]{1,9}\*?\}(?:\s?\\right\s?\.)?"
@@ -55,9 +52,6 @@ _VULGAR = {sign: f"\\frac{{{over}}}{{{under}}}" for sign, (over, under) in VULGA
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_FUNCTIONS = frozenset(  # names that are no words of a formula
-    ("arccos", "arcsin", "arctan", "arg", "cos", "cosh", "cot", "csc", "det", "dim", "exp", "gcd", "inf", "lcm", "lim")
-) | frozenset(("log", "max", "min", "mod", "sec", "sin", "sinh", "sup", "tan", "tanh"))
 _SQUARE = re.compile(r"(?<![\w.,^])(\d++)([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++)")
 _UNITS = {
     "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
@@ -66,6 +60,8 @@ _UNITS = {
     "inch": "in", "inche": "in", "feet": "ft", "foot": "ft", "mile": "mi", "pound": "lb", "ounce": "oz", "sq": "square",
     "dollar": "", "usd": "", "unit": "", "cent": "cent",
 }  # fmt: skip
+_POWERS_OF_UNITS = {"square": "2", "cubic": "3"}
+_POWER_OF_UNIT = re.compile(r"\s?(?:\^\s?\{?([23])\}?)?\s?")
 _SHORT_UNITS = frozenset(_UNITS.values()) | {"mph", "km/h", "m/s", "kmh", "ha", "kw", "hz", "pm", "am"}
 
 
@@ -236,7 +232,7 @@ def prose(text: str) -> str:
     )
     text = _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text)
     text = _SQUARE.sub(lambda one: f" ${one[1]}^{{{one[2].translate(_POWERS)}}}$ ", text)
-    return _CLOCK.sub(" (a time) ", text)
+    return CLOCK.sub(" (a time) ", text)
 
 
 def number(text: str) -> Fraction | None:
@@ -261,14 +257,31 @@ def quantity(text: str) -> Quantity | None:
     value = number(text)
     if value is not None:
         return Quantity(value, "")
-    written = bool(_TEXT.search(text))
+    written = bool(TEXT.search(text))
     found = _WITH_UNIT.fullmatch(unwrapped_words(text.replace(r"^\circ", " degrees")))
     if found is None or (value := number(found[1])) is None:
         return None
     words = [_unit(word) for word in re.split(r"[\s-]+", found[2].strip(" .-")) if word]
+    if len(words) == 2 and words[0] in _POWERS_OF_UNITS and words[1] and not found[3]:
+        return Quantity(value, words[1] + _POWERS_OF_UNITS[words[0]])
     if not written and not all(is_word(word) or word.casefold() in _SHORT_UNITS for word in found[2].split()):
         return None
     return Quantity(value, " ".join(filter(None, words)) + (found[3] or ""))
+
+
+def unit_at_the_end(text: str) -> str:
+    """The unit of measurement in `\\text{...}` at the end of a formula, "" for none.
+
+    >>> unit_at_the_end(r"2\\sqrt{3}\\text{ cm}^2"), unit_at_the_end(r"2\\text{ apples}")
+    ('cm2', '')
+    """
+    opened = text.rfind("\\")
+    found = TEXT.match(text, opened) if opened > 0 else None
+    rest = _POWER_OF_UNIT.fullmatch(text[found.end() :]) if found else None
+    words = [_unit(word) for word in found[1].split()] if found and rest else []
+    if len(words) == 2 and words[0] in _POWERS_OF_UNITS:
+        return words[1] + _POWERS_OF_UNITS[words[0]] if words[1] in _SHORT_UNITS else ""
+    return words[0] + (rest[1] or "") if len(words) == 1 and rest and words[0] in _SHORT_UNITS - {""} else ""
 
 
 def _unit(word: str) -> str:
@@ -281,60 +294,6 @@ def clock_or_ratio(text: str) -> tuple[int, ...] | None:
     """The numbers of 12:30 or 3:2; None for anything else."""
     found = _RATIO.fullmatch(text)
     return tuple(int(part) for part in text.split(":")) if found and len(text) < 40 else None
-
-
-def clocks(text: str) -> list[str]:
-    """The times of a day in a text, in order."""
-    return [match[0] for match in _CLOCK.finditer(text)]
-
-
-def dates(text: str) -> list[str]:
-    """The dates in a text that are written as 2024-01-05."""
-    return _DATE.findall(text)
-
-
-def words(text: str) -> str:
-    """A text for comparison as words: without case, `\\text`, punctuation at its ends and superfluous spaces.
-
-    Of a formula, whose case and signs mean something, only the spaces are normal: `5!` is not 5, and `f'` not f.
-
-    >>> words(r"\\text{The  North Pole}."), words("(A)"), words("N + 5!"), words("Apollo 11!"), words("A, c")
-    ('the north pole', 'a', 'N + 5!', 'apollo 11', 'a, c')
-    """
-    text = unicodedata.normalize("NFC", unwrapped_words(text))
-    text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:")
-    named = any(is_word(one) and one not in _FUNCTIONS for one in re.findall(r"[^\W\d_]+", text))
-    if re.search(r"[\\^_=<>*|{}]|\+\s?\w", text) or (not named and re.search(r"[^\W_][!'’]", text)):
-        return text
-    bare = text.strip(" .,;:!\"'").casefold()
-    return bare[1:-1] if re.fullmatch(r"\([a-z]\)", bare) else bare
-
-
-def unwrapped_words(text: str) -> str:
-    """The text without `\\text{...}` around its words."""
-    return " ".join(_TEXT.sub(r" \1 ", text).split())
-
-
-def is_words(text: str) -> bool:
-    """Return whether a text has words and no formula: letters that stand for a word, not for a product of variables.
-
-    The time of a day counts as a word, and so does a date.
-    """
-    text = _DATE.sub("date", _CLOCK.sub("noon", unwrapped_words(text)))
-    parts = re.split(r"[\s'’,.-]+", text)
-    letters = all(part.isalpha() or not part for part in parts)
-    return letters and any(is_word(part) for part in parts)
-
-
-def is_word(text: str) -> bool:
-    """Return whether letters are a word: three or more with a vowel, and not the first letters of an alphabet.
-
-    >>> is_word("north"), is_word("xyz"), is_word("abc"), is_word("mn")
-    (True, False, False, False)
-    """
-    low = text.casefold()
-    alphabetical = "".join(sorted(low)) in "abcdefghijklmnopqrstuvwxyz"
-    return len(low) > 2 and low.isalpha() and not alphabetical and (not low.isascii() or bool(set(low) & set("aeiouy")))
 
 
 def _unwrapped(text: str) -> str:
@@ -362,14 +321,11 @@ __all__ = [
     "boxes",
     "cents_at_the_end",
     "clock_or_ratio",
-    "clocks",
-    "dates",
     "dollars_at_the_end",
     "is_money",
-    "is_words",
     "number",
     "plain",
     "prose",
     "quantity",
-    "words",
+    "unit_at_the_end",
 ]

@@ -4,8 +4,8 @@
     both sides --plain--> number, time, words: compared here, exactly
                           anything else: parsed and compared by math-verify
 
-math-verify reads a word as a product of letters, 12:30 as 2/5, and numbers below 1e-6 as 0. So what is no formula never
-gets there, and its verdict on numbers is checked.
+math-verify reads a word as a product of letters, 12:30 as 2/5, numbers below 1e-6 as 0, X as x, and leaves units out.
+So what is no formula never gets there, and its verdict is checked.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Basic, Mul, Pow, Product, Rational, Symbol, factorial
+from sympy import Basic, Mul, Pow, Product, Rational, Set, Symbol, factorial
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
+from hone.rewards.answers.inequalities import solutions
+from hone.rewards.answers.words import clocks, dates, has_numbers_and_names, is_words, letters, words
 from hone.rewards.extraction import joined, spelled
 from hone.rewards.formulas import (
     after_final,
@@ -33,17 +35,14 @@ from hone.rewards.formulas import (
     boxes,
     cents_at_the_end,
     clock_or_ratio,
-    clocks,
-    dates,
     dollars_at_the_end,
     is_money,
-    is_words,
     number,
     placed_boxes,
     plain,
     prose,
     quantity,
-    words,
+    unit_at_the_end,
 )
 
 # math-verify's own timeouts would score a comparison as wrong that is late because the machine is busy, so they are off
@@ -141,7 +140,8 @@ def _expected(text: str) -> Truth:
 
 def _is_text(text: str) -> bool:
     """Return whether a plain text is compared here, and not by math-verify."""
-    return clock_or_ratio(text) is not None or is_words(text)
+    named = has_numbers_and_names(text) and quantity(text) is None
+    return clock_or_ratio(text) is not None or is_words(text) or named
 
 
 def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
@@ -162,7 +162,8 @@ def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
         return times is not None and times == clock_or_ratio(answer)
     if is_words(answer) and (dates(answer) or (clocks(answer) and ":" not in truth.text)):
         return False  # 12:30 is not 2/5, and a date no difference
-    return _verified(truth, _formula(answer))
+    units = {unit_at_the_end(truth.text), unit_at_the_end(answer)} - {""}
+    return len(units) < 2 and (_verified(truth, _formula(answer)) or _same_solutions(truth, answer))
 
 
 def _answers(truth: Truth, response: str) -> bool:
@@ -186,19 +187,29 @@ def _answers(truth: Truth, response: str) -> bool:
         return True
     if _is_text(truth.text):
         return False
-    return _verified(truth, _parse(prose(response)))
+    if _verified(truth, _parse(prose(response))):
+        return True
+    return expected is None and any(_equal(truth, plain(one)) for one in _after_answer(response))
 
 
-_BEFORE = ("answer is", "answer:", "Answer:", "option is", "choice is", "=")
+_BEFORE = ("answer is", "answer:", "Answer:", "option is", "choice is")
 
 
 def _said(response: str) -> list[str]:
-    """Return the answer in words of a response without a box: its last line, or the text after "answer is"."""
-    lines = [line for line in response.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    found = [last, *(last.rpartition(mark)[2] for mark in _BEFORE if mark in last)]
+    """Return the answer in words of a response without a box: its last line, or the text after "answer is" or "="."""
+    last = _last_line(response)
+    return [last, *([last.rpartition("=")[2]] if "=" in last else []), *_after_answer(response)]
+
+
+def _after_answer(response: str) -> list[str]:
+    """The text after "answer is" in the last line, and what is bold there."""
+    last = _last_line(response)
     bold = last.split("**")
-    return [*found, *(bold[-2:-1] if len(bold) > 2 else [])]
+    return [last.rpartition(mark)[2] for mark in _BEFORE if mark in last] + (bold[-2:-1] if len(bold) > 2 else [])
+
+
+def _last_line(response: str) -> str:
+    return next((line for line in reversed(response.splitlines()) if line.strip()), "")
 
 
 def _near(expected: Fraction, found: Fraction) -> bool:
@@ -212,10 +223,39 @@ def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
     """Return whether math-verify finds them equal. A comparison that fails shows no equality."""
     if any(isinstance(one, Basic) and _digits(one) > MOST_DIGITS for one in found):
         return False
-    if not verify(list(truth.parsed), list(found), timeout_seconds=None):
+    if not verify(list(truth.parsed), list(found), timeout_seconds=None, allow_set_relation_comp=True):
+        return False
+    if _cases(truth.parsed, found) != _cases(found, truth.parsed):
         return False
     pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
     return any(_same_size(one, other) for one, other in pairs) or not pairs
+
+
+def _cases(parsed: tuple[Any, ...], other: tuple[Any, ...]) -> set[str]:
+    """The variables of a formula, in the case in which it was written, that both formulas have in some case."""
+    shared = set.intersection(*({name for one in side for name in _variables(one)} for side in (parsed, other)))
+    text = " ".join(one for one in parsed if isinstance(one, str))
+    return {letter for letter in letters(text) if letter.lower() in shared}
+
+
+def _variables(parsed: Any) -> set[str]:
+    """The variables of one letter, with an index or without; math-verify has them in lower case."""
+    return {str(one)[0] for one in getattr(parsed, "free_symbols", ()) if str(one)[1:2] in ("", "_")}
+
+
+def _same_solutions(truth: Truth, answer: str) -> bool:
+    """Return whether inequalities in one variable have the solutions of others, or are a set of numbers."""
+    expected = solutions(truth.text, _formula)
+    if expected is None and not any(isinstance(one, Set) for one in truth.parsed):
+        return False
+    found = solutions(answer, _formula)
+    if expected is None and found is None:
+        return False
+    if expected is not None and found is not None and expected.variable != found.variable:
+        return False
+    ours = list(truth.parsed) if expected is None else [expected.numbers]
+    theirs = list(_formula(answer)) if found is None else [found.numbers]
+    return bool(verify(ours, theirs, timeout_seconds=None))
 
 
 def _same_size(expected: Any, found: Any) -> bool:

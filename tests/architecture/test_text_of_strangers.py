@@ -28,6 +28,8 @@ from hone.envs.tool_calls import split_thought
 from hone.processes.frames import _decode, _deepest
 from hone.processes.untrusted_json import parse_json
 from hone.rewards import REWARDS
+from hone.rewards.answers.inequalities import conditions
+from hone.rewards.answers.words import clocks, has_numbers_and_names, is_words, letters, words
 from hone.rewards.code import last_block
 from hone.rewards.exact_match import exact_match
 from hone.rewards.extraction import only_number
@@ -37,14 +39,12 @@ from hone.rewards.formulas import (
     boxes,
     cents_at_the_end,
     clock_or_ratio,
-    clocks,
     dollars_at_the_end,
     is_money,
-    is_words,
     plain,
     prose,
     quantity,
-    words,
+    unit_at_the_end,
 )
 from hone.rewards.gsm8k import gsm8k
 from hone.rewards.judge import preference_in
@@ -99,6 +99,10 @@ def _formulas(text: str) -> None:
         is_money,
         cents_at_the_end,
         dollars_at_the_end,
+        unit_at_the_end,
+        conditions,
+        has_numbers_and_names,
+        letters,
     ):
         read(text)
 
@@ -127,6 +131,7 @@ READERS: dict[str, Reader] = {
         (
             *("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
             *("1 cent ", "1,1", "$1", "1 dollar ", "\\begin{cases}", "\\begin{cases}a\\end{cases}"),
+            *("x<1 or ", "\\{x:x<", "\\text{ and }x>", "\\alpha{a ", "\\text{cm}^2"),
         ),
     ),
     "reward exact_match": Reader(
@@ -168,18 +173,20 @@ TRIED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("_SCIENTIFIC", "_POWER", "_GAPS", "_GROUPS", "_UNDER"), "reward gsm8k"),
         **dict.fromkeys(("_UNIT", "_JOINING", "2 without a name"), "numbers alone"),
     },
+    "hone/rewards/answers/inequalities.py": dict.fromkeys(("_SIGNS", "_BUILDER", "_JOINED"), "formulas"),
+    "hone/rewards/answers/words.py": dict.fromkeys(
+        ("CLOCK", "TEXT", "_DATE", "_LETTERS", "_COMMANDS", "7 without a name"), "formulas"
+    ),
     "hone/rewards/formulas.py": dict.fromkeys(
         (
             *(
                 "_MARKS",
                 "_ONE_NUMBER",
                 "_SCIENTIFIC",
-                "_CLOCK",
-                "_DATE",
                 "_SQUARE",
+                "_POWER_OF_UNIT",
                 "_RATIO",
                 "_MIXED",
-                "_TEXT",
                 "_TAG",
             ),
             *(
@@ -191,7 +198,7 @@ TRIED: dict[str, dict[str, str]] = {
                 "_ROOT",
                 "_RAISED",
                 "_FINAL",
-                "16 without a name",
+                "11 without a name",
             ),
         ),
         "formulas",
