@@ -158,6 +158,13 @@ class ChatTemplate:
         return self.ending.all
 
     @cached_property
+    def opening(self) -> str:
+        """The text that the template adds after a question for the next answer, "" if that cannot be told."""
+        asked, opened = (self.render([QUESTION], opening=opening) for opening in (False, True))
+        found = opened.removeprefix(asked)
+        return "" if found == opened else found
+
+    @cached_property
     def opened_thought(self) -> str:
         """The mark of a thought with which the template begins every answer, "" for none.
 

@@ -660,6 +660,68 @@ def test_a_call_that_its_template_does_not_end_ends_as_in_a_rollout(make_tokeniz
     assert list(ids[: len(rollout)]) == rollout[: len(ids)]  # nothing is rendered after the last answer
 
 
+# marks around an answer with its header, whose opening in a rollout also begins a thought, as in TRL's for DeepSeek-V3;
+# earlier answers lose their thoughts; after the result of a tool the turn goes on, and "=" belongs to its opening
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{% set said = m.content if loop.last else m.content.split('</think>')[-1].lstrip() %}"
+    "{{ ('=' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<|im_start|>assistant\\n') }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
+    "{{ said + '<|im_end|>' }}{% endgeneration %}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>tool\\n' + m.content }}"
+    "{% else %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '=' if messages[-1].role == 'tool' else '<|im_start|>assistant\\n<think>\\n' }}"
+    "{% endif %}"
+)
+
+
+def test_marked_answers_have_before_them_what_a_rollout_has(make_tokenizer, caplog):
+    renderer = Renderer(make_tokenizer(THINKING))
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "b"}}}
+    conversation = [
+        user("2 + 2?"), assistant("<think>\nhm\n</think>\n\n4"), user("5?"), {**assistant(""), "tool_calls": [call]},
+        {"role": "tool", "content": "6"}, assistant("7"),
+    ]  # fmt: skip
+    ids, mask = renderer.render_sample(conversation)
+    closed = '\n</think>\n\n{"name": "add", "arguments": {"a": "b"}}<|im_end|>'
+    assert learnt(renderer, ids, mask) == ["hm\n</think>\n\n4<|im_end|>", closed, "7<|im_end|>"]
+    starts = [at for at in range(1, len(mask)) if mask[at] > mask[at - 1]]
+    ends = [at for at in range(1, len(mask) + 1) if mask[at - 1] and not (*mask, 0)[at]]
+    rollout = list(renderer.render_prompt(conversation[:1]))
+    for start, end, new in zip(starts, ends, (conversation[2:3], conversation[4:5], [user("bye")]), strict=True):
+        assert list(ids[:start]) == rollout
+        rollout += ids[start:end]
+        rollout += renderer.render_continuation(rollout, new)
+    assert not caplog.records
+
+
+def test_a_sample_with_another_opening_than_a_rollout_is_told_once(make_tokenizer, caplog):
+    """The opening says that there is no thought, and the row has one."""
+    opening = "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' }}"
+    renderer = Renderer(make_tokenizer(MARKED.replace("{{ '<|im_start|>assistant\\n' }}", opening)))
+    ids, mask = renderer.render_sample([user("2 + 2?"), assistant("<think>\n\n</think>\n4")])
+    assert learnt(renderer, ids, mask) == ["4<|im_end|>"]
+    assert not caplog.records
+    for _ in range(2):
+        renderer.render_sample([user("2 + 2?"), assistant("<think>\nhm\n</think>\n4")])
+    (record,) = caplog.records
+    assert r"opens an answer with '<think>\n\n</think>\n' where it renders '' before" in record.message
+    assert "data.chat.options" in record.message
+
+
+def test_text_that_a_template_leaves_out_of_an_answer_with_calls_is_an_error(make_tokenizer):
+    """Llama 3.1's template shows the call alone."""
+    shown = "(message.tool_calls | tojson if message.tool_calls else message.content)"
+    hiding = CHATML.replace("message.content", shown)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "b"}}}
+    conversation = [user("5?"), {**assistant("Let me see."), "tool_calls": [call]}]
+    with pytest.raises(RenderingError, match="message 1 has text before its tool_calls, which the chat template does"):
+        Renderer(make_tokenizer(hiding)).render_sample(conversation)
+    dropping = Renderer(make_tokenizer(hiding), unrendered="drop")
+    alone = [user("5?"), {**assistant(""), "tool_calls": [call]}]
+    assert dropping.render_sample(conversation) == dropping.render_sample(alone)
+
+
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_two_answers_in_a_row_have_an_opening_between_them_also_where_that_ends_the_first(make_tokenizer, marked):
     """The end of the first one, which is no question's beginning there, is not learnt."""

@@ -167,9 +167,8 @@ def _answered() -> Message:
 
 def without_opening(template: Rendering, before: str, answer: str) -> tuple[str, str]:
     """A marked answer without the opening that a rollout gives to the model, which moves to the text before it."""
-    asked, opened = (template.render([QUESTION], opening=opening) for opening in (False, True))
-    opening = opened.removeprefix(asked)
-    if not opening or opening == opened or before.endswith(opening):
+    opening = template.opening
+    if not opening or before.endswith(opening):
         return before, answer
     ends = [len(opening), *(found.end() for found in template.specials.finditer(opening) if template.special)]
     moved = 0

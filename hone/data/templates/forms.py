@@ -33,7 +33,7 @@ EXAMPLE_TOOLS: Tools = (
 THOUGHT = re.compile(r"[<\[◁]\|?(?P<end>/?)(?:seed:)?(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
 """A mark around a thought."""
 
-_PROBE = "answer-1b60f4"
+_PROBE, _SAID = "answer-1b60f4", "text-5e07ab"
 _PROBES = re.compile(_PROBE + r"-(\d+)\.")
 _PLACES = 256  # answers that are kept; one is some kB for a long conversation
 _USUAL = ("user", "assistant", "tool")  # roles that templates show wherever they accept them
@@ -65,6 +65,9 @@ class Rendering(Protocol):
 
     @property
     def ending(self) -> Ending: ...
+
+    @property
+    def opening(self) -> str: ...
 
     @property
     def opened_thought(self) -> str: ...
@@ -187,6 +190,8 @@ class TemplateForm:
                 hidden.append("tool_calls")
             else:
                 found["tool_calls"] = [_with_arguments(call, self._calls.as_text) for call in calls]
+                if found.get("content") and self._hides_text_of_calls:
+                    hidden.append("text before its tool_calls")
                 found["content"] = found.get("content") or self._calls.empty
         if isinstance(found.get("content"), str):
             found["content"] = self._content(found["content"])
@@ -229,11 +234,16 @@ class TemplateForm:
         exact = [form for form, text in shown if "'hone_key'" not in text and '\\"hone_key' not in text]
         return next(iter(exact or [form for form, _ in shown]), None)
 
-    def _called(self, form: CallsForm) -> str:
+    @cached_property
+    def _hides_text_of_calls(self) -> bool:
+        """True if the template shows the calls of an answer without its text."""
+        return self._calls is not None and _SAID not in self._called(self._calls, self._content(_SAID))
+
+    def _called(self, form: CallsForm, said: Any = "") -> str:
         """An example of a call in this form."""
         function = {"name": _PROBE, "arguments": {"hone_key": "hone_value"}}
         call = _with_arguments({"id": "call00000", "type": "function", "function": function}, form.as_text)
-        return self._render([QUESTION, Message(role="assistant", content=form.empty, tool_calls=[call])]) or ""
+        return self._render([QUESTION, Message(role="assistant", content=said or form.empty, tool_calls=[call])]) or ""
 
 
 def _misplaced(messages: Sequence[Message], text: str) -> tuple[int, str] | None:

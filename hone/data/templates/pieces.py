@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Sequence
 from typing import cast
 
 from hone.data.messages import RenderingError, Tools
 from hone.data.templates.ends import without_opening
-from hone.data.templates.forms import Rendering
+from hone.data.templates.forms import THOUGHT, Rendering
 from hone.data.templates.thoughts import with_thought, with_thoughts_in_content
 from hone.types import Message
 
+LOG = logging.getLogger("hone")
 Pieces = list[tuple[str, int | None]]
 """(text, number of the message whose answer it is; None: no answer)."""
 
@@ -79,15 +82,44 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
 
     A template may mark some answers only, so each answer carries the number of its message.
     """
+    if template.hides_thoughts(tools):
+        messages = [with_thoughts_in_content(template, message) for message in messages]
+    pieces = _cut_at_marks(template, text, messages, tools)
+    last = max((of for _, of in pieces if of is not None), default=0)
+    for of in {of for _, of in pieces if of is not None and of < last and _is_shortened_later(messages[of])}:
+        own = _cut_at_marks(template, text, messages[: of + 1], tools)
+        (first, end), (start, stop) = _span(pieces, of), _span(own, of)
+        if not any(piece.strip() for piece, other in pieces[first:end] if other is None):
+            pieces[first:end] = own[start:stop]
+    return pieces
+
+
+def _span(pieces: Pieces, of: int) -> tuple[int, int]:
+    """The first of the pieces of an answer, and the one after its last."""
+    places = [number for number, piece in enumerate(pieces) if piece[1] == of]
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+def _is_shortened_later(message: Message) -> bool:
+    """Return whether a template may leave a part of an answer out once it is not the last one: its thoughts."""
+    content = message.get("content")
+    said = content if isinstance(content, str) else ""
+    return bool(message.get("reasoning_content") or THOUGHT.search(said) or (said and message.get("tool_calls")))
+
+
+def _cut_at_marks(template: Rendering, text: str, messages: Sequence[Message], tools: Tools) -> Pieces:
+    """Pieces of one rendering; each answer follows what a rollout has before it, as far as the template allows."""
     marked = _END_GENERATION.sub(_MARKED[1], _GENERATION.sub(_MARKED[0], text))
     answers = [index for index, one in enumerate(messages) if one.get("role") == "assistant"]
     numbered = [_numbered(one, index) if index in answers else one for index, one in enumerate(messages)]
     whole = template.render(numbered, opening=False, tools=tools, template=marked)
     pieces: Pieces = []
     before, *rest = whole.split(_OPEN)
-    number = answers[0] if answers else 0
+    number, reached = answers[0] if answers else 0, before  # the text before the next answer
     for part in rest:
         answer, _, after = part.partition(_CLOSE)
+        earlier = reached.removesuffix(before)
+        reached += answer + after
         end = template.specials.match(after, len(after) - len(after.lstrip()))
         left_out = end is not None and template.special[end.group()] in template.ends
         if pieces and not before.strip() and not template.specials.sub("", _NUMBERED.sub("", answer)).strip():
@@ -102,6 +134,8 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
         if found := _NUMBERED.search(answer):
             number = int("".join(str(_DIGITS.index(digit)) for digit in found[0]))
         before, answer = without_opening(template, before, template.ending.as_learnt(answer))
+        if all(of != number for _, of in pieces):
+            before, answer = _as_opened(template, messages, number, tools, (earlier, before, answer))
         length = _ended(template, answer) or len(answer)
         pieces += [(before, None), (answer[:length], number)]
         before = answer[length:] + after
@@ -109,6 +143,47 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
         raise RenderingError("the chat template has generation marks, but marks nothing in these messages")
     pieces = _all_ended(template, messages, pieces, before)
     return [(_NUMBERED.sub("", piece), of) for piece, of in pieces]
+
+
+def _as_opened(
+    template: Rendering, messages: Sequence[Message], index: int, tools: Tools, texts: tuple[str, str, str]
+) -> tuple[str, str]:
+    """The text before an answer and the answer, with the opening that a rollout has there.
+
+    `texts`: what the template rendered before, up to the answer, and for it. An opening may differ from what the
+    template renders for a finished answer: it opens a thought, or the turn goes on after the results of tools.
+    """
+    reached, before, answer = texts
+    opened = template.render(messages[:index], opening=True, tools=tools)
+    plain = _NUMBERED.sub("", reached)
+    if not opened.startswith(plain):
+        return before, answer  # the template rewrites earlier turns
+    expected = opened[len(plain) :]
+    if before == expected:
+        return before, answer
+    if (before + answer).startswith(expected):
+        return expected, (before + answer)[len(expected) :]
+    thoughtful = with_thought(template, expected, before + answer, messages[index])
+    if thoughtful is not None:
+        return expected, thoughtful[len(expected) :]
+    if before.removeprefix(expected) == template.opening:
+        return expected, answer
+    if not before.endswith(template.opening):
+        pairs = enumerate(zip(expected, before, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), min(len(expected), len(before)))
+        _tell_difference(expected[same:], before[same:])
+    return before, answer
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_difference(opened: str, rendered: str) -> None:
+    """Warn, once, that a sample has another text before an answer than a rollout."""
+    LOG.warning(
+        "in a rollout the chat template opens an answer with %r where it renders %r before the answer of a sample: the "
+        "model learns answers after other tokens than it generates them. Set data.chat_template to one that renders "
+        "both alike, or data.chat.options (such as {enable_thinking: true}) to what the data fits",
+        opened[:60], rendered[:60],
+    )  # fmt: skip
 
 
 def _all_ended(template: Rendering, messages: Sequence[Message], pieces: Pieces, rest: str) -> Pieces:
