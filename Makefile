@@ -83,7 +83,7 @@ test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers plugins/megatron/tests $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/families tests/rollout $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/families tests/rollout tests/service $(ARGS)
 
 .venv-vllm: $(VLLM_VENV)/.vllm
 

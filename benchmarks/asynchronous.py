@@ -2,8 +2,9 @@
 
     python benchmarks/asynchronous.py [--cases balanced,ragged] [--rounds 5] [--steps 16] [key=value ...]
 
-Each round runs all settings of a case in turn, so that a slow minute of the machine slows them alike. From the steps at
-staleness 0 come g, the seconds in which answers are generated, scored and weights are sent, and t, all others. While
+Each round runs all settings of a case in turn, so that a slow minute of the machine slows them alike. `inside` is the
+synchronous run that generates inside the trainer, with all threads that the others have in two processes: the fairest
+rival, because at staleness 0 one of two processes waits. From the steps at staleness 0 come g, the seconds in which answers are generated, scored and weights are sent, and t, all others. While
 one side works the other may, so no schedule that trains on whole batches of one version is faster than
 (g + t) / max(g, t) times the synchronous one. `recompute` may be: there, batches overlap in a server.
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "benchmarks/asynchronous.yaml"
 WARM_UP = 4  # first steps, which are not measured
 SIMULATED = 200  # steps of a prediction
+INSIDE = "inside"
 LEFT_OUT = 2  # last steps, in which less is generated, because nothing follows
 OF_THE_ROLLOUT = ("perf/generate_s", "perf/reward_s", "perf/weight_sync_s")
 WAITS = ("perf/trainer_utilisation", "perf/rollout_utilisation", "perf/publication_hidden_fraction")
@@ -40,16 +42,16 @@ WAITS = ("perf/trainer_utilisation", "perf/rollout_utilisation", "perf/publicati
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the settings at which it is measured: staleness[:new_weights[:lend]]."""
+    """A run, and the settings at which it is measured: `inside`, or staleness[:new_weights[:lend]]."""
 
     settings: Sequence[str]
     overrides: Sequence[str] = ()
 
 
 CASES = {
-    "balanced": Case(("0", "1", "2", "2:recompute")),
+    "balanced": Case((INSIDE, "0", "1", "2", "2:recompute")),
     "ragged": Case(
-        ("0", "1", "1:finish:lend", "2", "2:recompute", "2:recompute:lend"),
+        (INSIDE, "0", "1", "1:finish:lend", "2", "2:recompute", "2:recompute:lend"),
         ("update.prompts_per_step=2", "update.samples_per_prompt=4", "rollout.sampling.max_response_tokens=320"),
     ),
 }
@@ -76,6 +78,8 @@ def train(*arguments: str) -> None:
 
 
 def keys_of(setting: str) -> list[str]:
+    if setting == INSIDE:
+        return ["rollout.builtin.process=inside", "runtime.threads=2"]
     staleness, new_weights, lend = [*setting.split(":"), "", ""][:3]
     keys = [f"asynchrony.staleness={staleness}", f"asynchrony.new_weights={new_weights or 'finish'}"]
     return [*keys, "asynchrony.lend_trainer=true"] if lend else keys
@@ -120,12 +124,12 @@ def measure(name: str, rounds: int, steps: int, more: Sequence[str]) -> None:
     rollout_s: list[float] = []
     for number in range(rounds):
         with TemporaryDirectory(prefix="hone-asynchronous-") as folder:
-            for place, (setting, one) in enumerate(found.items()):
-                lines = measured(case, setting, Path(folder) / str(place), steps, more)
+            for setting, one in found.items():
+                lines = measured(case, setting, Path(folder) / setting.replace(":", "-"), steps, more)
                 one.step_s.append(fmean(line["perf/step_s"] for line in lines))
                 one.age.append(fmean(line.get("schedule/staleness", 0.0) for line in lines))
                 one.shares.append([fmean(line.get(share, 0.0) for line in lines) for share in WAITS])
-                if not setting.endswith(":lend"):
+                if setting != INSIDE and not setting.endswith(":lend"):
                     seconds, age = predicted(case, setting, Path(folder) / "0", more)
                     one.predicted_s.append(seconds)
                     one.predicted_age.append(age)

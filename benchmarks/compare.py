@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 STEP_TIMEOUT_S = 900.0
-UNIFORM_TOKENS, RAGGED_TOKENS = 64, 256
+UNIFORM_TOKENS, RAGGED_TOKENS, FEW_TOKENS = 64, 256, 48
 WORK = ("generate", "reward", "forward", "backward")  # what a step is for; the rest of it is driver overhead
 
 
@@ -134,9 +134,9 @@ def cases(material: Path, precision: str) -> list[Case]:
     # fp32 has one form; in bf16 TRL runs with bf16 weights (its fastest) and with fp32 weights (what hone does)
     forms = {"": "fp32"} if precision == "fp32" else {"bf16 weights": "bf16_weights", "mixed precision": "bf16"}
     fastest = next(iter(forms.values()))
-    wanted = 1.4 if precision == "fp32" else 1.8
+    wanted = 2.0
     uniform, ragged = ("--max-tokens", str(UNIFORM_TOKENS)), ("--max-tokens", str(RAGGED_TOKENS))
-    small = ("--batch", "32")
+    few, small = ("--max-tokens", str(FEW_TOKENS)), ("--batch", "32")
     padded = {f"padded {name}".strip(): form for name, form in forms.items()}
     return [
         Case(
@@ -153,6 +153,17 @@ def cases(material: Path, precision: str) -> list[Case]:
             {f"TRL {n}".strip(): 3.0 for n in forms},
         ),
         Case(
+            "grpo_step_pretrained",
+            (
+                hone("grpo_step_pretrained", *few, "update.prompts_per_step=8", "update.samples_per_prompt=4"),
+                *(
+                    trl(n, "grpo_step_pretrained", f, *few, "--prompts", "8", "--samples", "4")
+                    for n, f in forms.items()
+                ),
+            ),
+            {f"TRL {n}".strip(): 2.2 if precision == "fp32" else 3.0 for n in forms},
+        ),
+        Case(
             "sft",
             (
                 hone("sft"),
@@ -160,7 +171,7 @@ def cases(material: Path, precision: str) -> list[Case]:
                 trl("padded, grouped by length", "sft", fastest, "--batch", "4", "--variant", "grouped"),
                 trl("packed", "sft_packed", fastest, "--max-tokens", "512"),
             ),
-            {**{f"TRL {n}": 1.8 for n in padded}, "TRL packed": 1.1},
+            {**{f"TRL {n}": 1.8 for n in padded}, "TRL packed": 2.2},
         ),
     ]
 
@@ -260,7 +271,7 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="Python of the environment that has TRL")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each side, after one to warm up")
-    parser.add_argument("--cases", nargs="*", default=["grpo_step", "grpo_step_ragged", "sft"])
+    parser.add_argument("--cases", nargs="*", default=["grpo_step", "grpo_step_ragged", "grpo_step_pretrained", "sft"])
     parser.add_argument("--precisions", nargs="*", default=["fp32", "bf16"])
     args = parser.parse_args()
     pythons = {"side_hone.py": sys.executable, "side_trl.py": args.peer_python}

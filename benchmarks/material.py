@@ -1,10 +1,14 @@
-"""Makes what both sides are measured on: two model folders in the Hugging Face format, prompts and samples.
+"""Makes what both sides are measured on: model folders in the Hugging Face format, prompts and samples.
 
-The models have 10 M parameters and random weights, and decide by themselves how long their answers are: the logit of
+    python benchmarks/material.py FOLDER [--pretrained]
+
+The two models that it builds have 10 M parameters and random weights, and decide by themselves how long their answers are: the logit of
 the end-of-sequence token is all but constant, so an answer goes on with the same probability after every token. In
 `model-uniform` that token never comes and every answer fills its limit; in `model-ragged` it comes once in
 `MEAN_RAGGED` tokens, which makes lengths geometric. Neither side is told anything about it: no flag, no patch, no
 forced length.
+
+`--pretrained` adds the model and the prompts of recipes/smollm2, which are fetched once (93 MB).
 
 How: one dimension of the residual stream is written by the embedding only, with the same value for every token, so
 that the last norm hands the output head a constant; the (tied) embedding of the end-of-sequence token weighs just it.
@@ -16,11 +20,16 @@ import argparse
 import json
 import math
 import random
+import runpy
+import shutil
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from hone.models.files.gguf import converted, copy_model
+from hone.models.files.packaged import fetched
 
 VOCABULARY = 2048
 PAD, EOS = 0, 1
@@ -29,6 +38,8 @@ MEAN_RAGGED = 64
 CONSTANT = 0.5  # the value of the reserved dimension in every token's embedding
 NEVER = 1e-12  # probability of the end-of-sequence token where answers are to fill their limit
 SAMPLES = 64
+PRETRAINED = "smollm2-135m-instruct"
+TASK = Path(__file__).resolve().parents[1] / "recipes" / "smollm2" / "task.py"
 SHORTEST, LONGEST = 16, 512
 
 
@@ -122,6 +133,16 @@ def write_all(folder: Path) -> None:
         print(f"{target}: {size / 1e6:.2f} M parameters, stops with probability {_measured(model):.3g} per token")
 
 
+def write_pretrained(folder: Path) -> None:
+    """The pretrained model and its prompts into `folder`, which exists."""
+    target = folder / "model-pretrained"
+    shutil.rmtree(target, ignore_errors=True)
+    copy_model(converted(fetched(PRETRAINED, "--pretrained"), "--pretrained"), target)
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in runpy.run_path(str(TASK))["rows"](1, 1024)]
+    text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (folder / "prompts-pretrained.jsonl").write_text(text, encoding="utf-8")
+
+
 def _measured(model: Qwen3ForCausalLM) -> float:
     words = torch.randint(2, VOCABULARY, (16, 96), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -135,4 +156,8 @@ def _measured(model: Qwen3ForCausalLM) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    write_all(parser.parse_args().folder)
+    parser.add_argument("--pretrained", action="store_true")
+    given = parser.parse_args()
+    write_all(given.folder)
+    if given.pretrained:
+        write_pretrained(given.folder)

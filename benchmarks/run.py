@@ -69,7 +69,7 @@ def main() -> None:
         return
     peer = peer_python()
     RESULTS.mkdir(exist_ok=True)
-    run([sys.executable, str(HERE / "material.py"), str(RESULTS / "material")])
+    run([sys.executable, str(HERE / "material.py"), str(RESULTS / "material"), "--pretrained"])
     compare = [sys.executable, str(HERE / "compare.py"), "--peer-python", peer, "--results", str(RESULTS)]
     run([*compare, *sys.argv[1:]], RESULTS / "compare.txt")
     threads = environment()["OMP_NUM_THREADS"]

@@ -23,6 +23,12 @@ from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.trainers.supervised.trainer import SupervisedTrainer
 
 HERE = Path(__file__).parent
+MATERIAL = {
+    "grpo_step": ("model-uniform", "prompts"),
+    "grpo_step_ragged": ("model-ragged", "prompts"),
+    "grpo_step_pretrained": ("model-pretrained", "prompts-pretrained"),
+    "sft": ("model-uniform", "samples"),
+}  # case -> model folder, data
 
 
 def give_back() -> None:
@@ -44,11 +50,11 @@ def gated(trainer: type[Trainer], gate: Gate) -> None:
 
 def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the driver's choices as overrides of the run file."""
-    ragged = args.case == "grpo_step_ragged"
+    model, data = MATERIAL[args.case]
     keys = [
         f"run.dir={folder / 'run'}",
-        f"model.path={args.material / ('model-ragged' if ragged else 'model-uniform')}",
-        f"data.train.path={args.material / ('samples' if args.case == 'sft' else 'prompts')}.jsonl",
+        f"model.path={args.material / model}",
+        f"data.train.path={args.material / data}.jsonl",
         f"runtime.threads={os.environ['OMP_NUM_THREADS']}",
         f"actor.compute_dtype={'bfloat16' if args.precision == 'bf16' else 'float32'}",
     ]
@@ -64,7 +70,7 @@ def figures_of(run: Path) -> list[dict[str, Any]]:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=["grpo_step", "grpo_step_ragged", "sft"])
+    parser.add_argument("case", choices=list(MATERIAL))
     parser.add_argument("precision", choices=["fp32", "bf16"])
     parser.add_argument("material", type=Path)
     parser.add_argument("--max-tokens", type=int, default=0)

@@ -18,7 +18,11 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from wire import Ended, Gate
 
-PROMPTS, SAMPLES_PER_PROMPT = 16, 8
+MATERIAL = {
+    "grpo_step": ("model-uniform", "prompts"),
+    "grpo_step_ragged": ("model-ragged", "prompts"),
+    "grpo_step_pretrained": ("model-pretrained", "prompts-pretrained"),
+}  # case -> model folder, data
 SFT_SAMPLES = 64
 FOREVER = 1_000_000  # steps: the driver says when it is enough
 
@@ -67,19 +71,20 @@ def shared_settings(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def grpo(args: argparse.Namespace, folder: str, gate: StepGate) -> GRPOTrainer:
-    ragged = args.case == "grpo_step_ragged"
-    tokenizer = AutoTokenizer.from_pretrained(args.material / ("model-ragged" if ragged else "model-uniform"))
+    model, data = MATERIAL[args.case]
+    tokenizer = AutoTokenizer.from_pretrained(args.material / model)
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
+    def reward(completions: list[Any], completion_ids: list[list[int]], **rest: Any) -> list[float]:
         gate.tokens += sum(map(len, completion_ids))
-        return [score(text) for text in completions]
+        return [score(said if isinstance(said, str) else said[0]["content"]) for said in completions]
 
-    per_device = args.batch or PROMPTS * SAMPLES_PER_PROMPT
+    answers = args.prompts * args.samples
+    per_device = args.batch or answers
     config = GRPOConfig(
         **shared_settings(args, folder),
         per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=PROMPTS * SAMPLES_PER_PROMPT // per_device,
-        num_generations=SAMPLES_PER_PROMPT,
+        gradient_accumulation_steps=answers // per_device,
+        num_generations=args.samples,
         max_completion_length=args.max_tokens,
         num_iterations=1,
         beta=0.0,
@@ -91,10 +96,10 @@ def grpo(args: argparse.Namespace, folder: str, gate: StepGate) -> GRPOTrainer:
         cache_implementation="static" if args.variant == "static" else None,
     )
     return GRPOTrainer(
-        model=str(args.material / ("model-ragged" if ragged else "model-uniform")),
+        model=str(args.material / model),
         reward_funcs=reward,
         args=config,
-        train_dataset=load_dataset("json", data_files=str(args.material / "prompts.jsonl"), split="train"),
+        train_dataset=load_dataset("json", data_files=str(args.material / f"{data}.jsonl"), split="train"),
         processing_class=tokenizer,
         callbacks=[gate],
     )
@@ -135,10 +140,12 @@ def sft(args: argparse.Namespace, folder: str, gate: StepGate) -> SFTTrainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=["grpo_step", "grpo_step_ragged", "sft", "sft_packed"])
+    parser.add_argument("case", choices=[*MATERIAL, "sft", "sft_packed"])
     parser.add_argument("precision", choices=["fp32", "bf16", "bf16_weights"])
     parser.add_argument("material", type=Path)
     parser.add_argument("--max-tokens", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a GRPO step")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each")
     parser.add_argument("--batch", type=int, default=0, help="sequences in one forward; default: all of them")
     parser.add_argument("--variant", default="", help="a setting that was tried: see docs/benchmarks.md")
     args = parser.parse_args()

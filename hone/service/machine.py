@@ -3,7 +3,8 @@
     HTTP's loop --call(coroutine)--> this loop: one training command at a time | the rollout's steps between commands
 
 Everything that touches tensors runs here, so nothing of an engine is shared between threads. A training command holds
-the loop until it ends; sampling goes on between two of them.
+the loop until it ends; sampling goes on between two of them. Requests to a server (`ServedRollout`) run on HTTP's loop,
+so they go on during training commands.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from hone.service.protocol.data import Work
 from hone.service.protocol.wire import training_reply
 from hone.service.settings import ServeConfig
 from hone.workers.tenants.sampling import SnapshotRollout
+from hone.workers.tenants.served import ServedRollout
 from hone.workers.tenants.training import AdamStep, Base, Snapshot, TenantModel
 
 R = TypeVar("R")
 STOP_S = 10.0
+SERVERS = "servers"  # logs, in the folder of a service
 
 
 class Machine:
@@ -36,9 +39,14 @@ class Machine:
         self.models: dict[str, TenantModel] = {}
 
     async def start(self) -> None:
-        """Load the base model. Raises ModelError for one that cannot be used."""
+        """Load the base model, and start a server that samples from it.
+
+        Raises ModelError for a model that cannot be used, ConfigError and ServerFailed for a server that cannot start.
+        """
         self._thread.start()
         await self.call(self._load)
+        if isinstance(self.rollout, ServedRollout):
+            await self.rollout.start()
 
     def _load(self) -> None:
         training, model = self._config.training, self._config.model
@@ -50,7 +58,14 @@ class Machine:
         )
         self.base = Base(model, engine)
         self.tokenizer = load_tokenizer(model)
-        self.rollout = SnapshotRollout(model, self._config.rollout, training.compute_dtype, self.tokenizer)
+        self.rollout = self._rollout()
+
+    def _rollout(self) -> SnapshotRollout | ServedRollout:
+        model, settings, training = self._config.model, self._config.rollout, self._config.training
+        if settings.backend == "builtin":
+            return SnapshotRollout(model, settings.builtin, training.compute_dtype, self.tokenizer)
+        logs = self._config.root / SERVERS
+        return ServedRollout(model, settings, training.compute_dtype, training.max_lora_rank, logs)
 
     async def call(self, work: Callable[..., R], *arguments: Any) -> R:
         """Run a function on the thread."""
@@ -64,11 +79,25 @@ class Machine:
         """Run a coroutine on the thread's loop; a caller that is cancelled cancels it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
+    async def sample(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine of the rollout: a server's on the loop that started it, the built-in engine's here."""
+        return await (coroutine if isinstance(self.rollout, ServedRollout) else self.run(coroutine))
+
+    def drop(self, name: str) -> None:
+        """Let the rollout forget a snapshot."""
+        if isinstance(self.rollout, ServedRollout):
+            self.rollout.drop(name)
+        else:
+            self.post(self.rollout.drop, name)
+
     def post(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the thread at some time, without waiting for it."""
         self._loop.call_soon_threadsafe(work, *arguments)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
+        rollout = getattr(self, "rollout", None)  # none if loading failed
+        if isinstance(rollout, ServedRollout):
+            await rollout.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)

@@ -95,7 +95,7 @@ class Sampling:
     def retire(self, folder: str) -> None:
         """Let the rollout forget the snapshot in a folder."""
         self._snapshots = self._snapshots.without(folder)
-        self._shared.machine.post(self._rollout.drop, folder)
+        self._shared.machine.drop(folder)
 
     def _opened(self, row: SnapshotRow) -> str:
         """The name of a session's snapshot in the rollout, which serves it from now on; empty: the base."""
@@ -151,7 +151,7 @@ class Sampling:
             if found.done():  # the caller has gone
                 return
             try:
-                completion = await self._shared.machine.run(self._rollout.generate(request))
+                completion = await self._shared.machine.sample(self._rollout.generate(request))
             except Exception as error:  # noqa: BLE001 (the caller's)
                 if not found.done():
                     found.set_exception(error)
@@ -219,7 +219,7 @@ class Sampling:
                 self._ask(request_id, row, newest, message)
                 return
             seed = seed_of(message)
-            found = await self._shared.machine.run(answer(self._rollout, snapshot, message, seed, request_id))
+            found = await self._shared.machine.sample(answer(self._rollout, snapshot, message, seed, request_id))
             outcome = Outcome(sampling_reply(found), PROTOBUF)
             sampled = sum(len(one.tokens) for one in found.sequences)
             self._shared.quotas.spend(row.tenant, len(message.prompt.tokens) + sampled)

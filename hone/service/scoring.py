@@ -16,13 +16,14 @@ from hone.service.protocol.refusals import BadRequest
 from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence
 from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
 from hone.workers.tenants.sampling import SnapshotRollout
+from hone.workers.tenants.served import MOST_LIKELY, ServedRollout
 
-MOST_LIKELY = 128  # tokens at each place that a client may ask for
 MOST_SCORES = 1 << 26  # numbers of the distributions that one request may need whole
+Rollout = SnapshotRollout | ServedRollout
 Likely = tuple[NDArray[np.int32], NDArray[np.float32]]
 
 
-async def answer(rollout: SnapshotRollout, snapshot: str, message: Sample, seed: int, request_id: str) -> Sampled:
+async def answer(rollout: Rollout, snapshot: str, message: Sample, seed: int, request_id: str) -> Sampled:
     """Sample and score. Raises BadRequest or ValueError for a request that cannot be served."""
     prompt = message.prompt.tokens
     _check(rollout, message, prompt)
@@ -32,13 +33,13 @@ async def answer(rollout: SnapshotRollout, snapshot: str, message: Sample, seed:
         for number in range(message.num_samples)
     ]
     completions = await asyncio.gather(*(rollout.generate(one) for one in requests))
-    sequences = [_sequence(rollout, snapshot, prompt, one, message.topk_sample_logprobs) for one in completions]
+    sequences = [await _sequence(rollout, snapshot, prompt, one, message.topk_sample_logprobs) for one in completions]
     found = Sampled(sequences)
     wants_all = message.target_prompt_logprobs is not None or message.prompt_alt_tokens_k
     if not (message.prompt_logprobs or message.topk_prompt_logprobs or wants_all):
         return found
     top = rollout.vocabulary if wants_all else message.topk_prompt_logprobs
-    scores = rollout.score(snapshot, prompt, top)
+    scores = await rollout.score(snapshot, prompt, top)
     skipped = len(prompt) - (message.prompt_logprobs_last_n or len(prompt) - 1)
     logprobs = scores.logprobs.float().cpu().numpy().copy()
     logprobs[:skipped] = np.nan
@@ -77,7 +78,7 @@ def seeded(sampling: SamplingParams, seed: int, number: int) -> SamplingParams:
     return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
 
-def _check(rollout: SnapshotRollout, message: Sample, prompt: Sequence[int]) -> None:
+def _check(rollout: Rollout, message: Sample, prompt: Sequence[int]) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if (asked := getattr(message, name)) > MOST_LIKELY:
             raise BadRequest(f"{name} = {asked}: at most {MOST_LIKELY} are served")
@@ -94,12 +95,12 @@ def _check(rollout: SnapshotRollout, message: Sample, prompt: Sequence[int]) -> 
         )
 
 
-def _sequence(
-    rollout: SnapshotRollout, snapshot: str, prompt: tuple[int, ...], one: Completion, top_k: int
+async def _sequence(
+    rollout: Rollout, snapshot: str, prompt: tuple[int, ...], one: Completion, top_k: int
 ) -> SampledSequence:
     likely = None
     if top_k:
-        scores = rollout.score(snapshot, (*prompt, *one.token_ids), top_k)
+        scores = await rollout.score(snapshot, (*prompt, *one.token_ids), top_k)
         part = slice(len(prompt), None)
         ids, values = scores.top_ids[part].cpu().numpy(), scores.top_logprobs[part].float().cpu().numpy()
         likely = ids.astype(np.int32), values

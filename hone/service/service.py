@@ -83,7 +83,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.machine.stop()
+        await self.machine.stop()
         self._lock.close()
 
     def on_failure(self, call: Callable[[], None]) -> None:

@@ -9,7 +9,11 @@ from pydantic import model_validator
 
 from hone.config import Config, setting
 from hone.models.settings import ModelConfig
-from hone.rollout.settings import BuiltinSettings
+from hone.rollout.settings import RolloutConfig
+
+SAMPLER_KEYS = frozenset(
+    ("backend", "builtin", "engine", "python", "tensor_parallel", "start_timeout_s", "request_timeout_s")
+)  # of `rollout`
 
 
 class ListenConfig(Config):
@@ -86,13 +90,23 @@ class ServeConfig(Config):
     folder: str = setting("runs/serve", "keys, checkpoints and the registry of the service")
     listen: ListenConfig = setting(meaning="address and TLS", factory=ListenConfig)
     training: TrainingConfig = setting(meaning="how models are trained", factory=TrainingConfig)
-    rollout: BuiltinSettings = setting(meaning="the engine that samples", factory=BuiltinSettings)
+    rollout: RolloutConfig = setting(meaning="the engine that samples: builtin or vllm", factory=RolloutConfig)
     limits: LimitsConfig = setting(meaning="limits of tenants", factory=LimitsConfig)
 
     @model_validator(mode="after")
     def _named(self) -> ServeConfig:
         if not self.names and self.model.path is None:
             raise ValueError("names should have at least one entry: a model that is built has no path to ask for it by")
+        if other := sorted(self.rollout.model_fields_set - SAMPLER_KEYS):
+            raise ValueError(
+                f"rollout.{other[0]} is no setting of a service, which has one engine and samples as clients say; of "
+                f"rollout it takes {', '.join(sorted(SAMPLER_KEYS))}"
+            )
+        if self.rollout.backend != "builtin" and self.training.whole_weights:
+            raise ValueError(
+                f"training.whole_weights with rollout.backend={self.rollout.backend}: its server takes adapters only; "
+                "remove one of them"
+            )
         return self
 
     @property

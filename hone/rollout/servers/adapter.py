@@ -144,6 +144,11 @@ class RolloutServer(ABC):
         """The version that the next token will be sampled from; -1 while there is none."""
         return self._state.version
 
+    @property
+    def longest(self) -> float:
+        """The most tokens that prompt and completion may have together; infinite before the server has started."""
+        return self._limits.longest
+
     async def start(self) -> None:
         """Start the server and wait until it answers. Raises ServerFailed with the last lines of its log.
 

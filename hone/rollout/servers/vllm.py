@@ -121,6 +121,7 @@ FURTHER_PACKAGES: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
+SERVED = "served"  # vLLM's name for the adapter of `serve_adapter`
 NAMED = 5  # most layers in a message
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -206,8 +207,9 @@ class VllmServer(EngineServer):
         largest = max(kind.rank for kind in every)
         room = next(rank for rank in RANKS if rank >= largest)
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
-        # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if a batch can mix the two.
-        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(spec.adapters)}
+        # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if there can be such requests.
+        spare = bool(spec.adapters) or spec.frozen
+        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + spare}
 
     @classmethod
     def _model_options(cls, config: Any) -> dict[str, Any]:
@@ -308,10 +310,28 @@ class VllmServer(EngineServer):
         by_worker: Any = await self._call_workers("hone_noted_receipts")
         return [receipt for of_one_rank in zip(*by_worker, strict=True) for receipt in of_one_rank]
 
-    async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
-        """Make vLLM load an adapter from files, replacing one of the same name, and check that every tensor is used."""
+    async def serve_adapter(self, folder: Path | None) -> str:
+        """Answer with the adapter in a folder on a frozen model, in place of the one before; None: with the model.
+
+        Returns the digest of the tensors that the workers read; of the model alone, nothing. Call it while no request
+        is open. Raises RuntimeError for an adapter that vLLM does not load whole.
+        """
+        if folder is None:
+            self._adapter = None
+            return ""
+        digest = await self._load_adapter(SERVED, str(folder), CONTROL_S)
+        await self._drop_caches()
+        self._adapter = SERVED
+        return digest
+
+    async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> str:
+        """Make vLLM load an adapter from files, replacing one of the same name, and check that every tensor is used.
+
+        Returns the digest of the tensors.
+        """
         number = self._adapters.get(name, (0, ""))[0]
-        _read_errors(self.name, await self._call_workers("hone_try_adapter", folder))
+        tried = await self._call_workers("hone_try_adapter", folder)
+        _read_errors(self.name, tried)
         if number:
             _read_errors(self.name, await self._call_workers("hone_reload_adapter", number, folder))
         else:
@@ -321,6 +341,7 @@ class VllmServer(EngineServer):
             await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
         _read_errors(self.name, checks)
         self._adapters[name] = checks[0]["number"], folder
+        return str(tried[0]["digest"])
 
     async def _receive_adapter(self, offer: dict[str, Any], timeout_s: float) -> list[WeightReceipt]:
         assert self.connection.folder is not None

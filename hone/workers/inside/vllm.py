@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -51,6 +51,7 @@ from hone.processes.guard import App, TokenGuard, same_token
 from hone.processes.supervisor import FOLDER, die_with_parent
 from hone.weights.base import AdapterTensors, WeightSyncError
 from hone.weights.delivery import receive
+from hone.weights.digests.digest import digest_tensors
 from hone.weights.wants import Wants, watched
 from hone.workers.inside.receiving import (
     TOKEN_VARIABLE,
@@ -79,6 +80,7 @@ from hone.workers.inside.vllm_quantised import QuantisedLayers
 
 BACKEND = "hone"
 TRIAL = 2**30  # a number that no adapter has
+ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name
 
 
 class ControlGuard(TokenGuard):
@@ -325,13 +327,16 @@ class HoneWorker:
             return {"error": one_line(error)}
 
     def hone_try_adapter(self, folder: str) -> dict[str, Any]:
-        """Check that vLLM would load the adapter in `folder`: known modules, and a rank that fits."""
+        """Check that vLLM would load the adapter in `folder`: known modules, and a rank that fits. Returns its digest.
+
+        The digest is of the tensors as this worker reads them.
+        """
         request = LoRARequest("trial", TRIAL, folder)
         try:
             self.model_runner.lora_manager._load_adapter(request)
+            return {"digest": digest_tensors(load_file(Path(folder) / ADAPTER_FILE).items())}
         except Exception as error:  # noqa: BLE001  see HoneTransferEngine.receive_weights
             return {"error": one_line(error)}
-        return {}
 
     def hone_reload_adapter(self, number: int, folder: str) -> dict[str, Any]:
         """Replace adapter `number` by the one in `folder`, for running requests too.
@@ -364,7 +369,7 @@ def _noted_receipt(number: int) -> Path:
 
 def _write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / ADAPTER_FILE)
     (folder / "adapter_config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
 
 

@@ -57,7 +57,7 @@ class SnapshotRollout:
         """See `BuiltinEngine.generate`; `sampling.adapter` is the name of a snapshot, empty: the base."""
         return await self._engine.generate(request)
 
-    def score(self, name: str, sequence: tuple[int, ...], top_k: int = 0) -> Following:
+    async def score(self, name: str, sequence: tuple[int, ...], top_k: int = 0) -> Following:
         """See `SnapshotEngine.score_snapshot`."""
         return self._engine.score_snapshot(name, sequence, top_k)
 

@@ -1,0 +1,167 @@
+"""The rollout of a training service by a server with an environment of its own (vLLM).
+
+    open(name, snapshot) --a request names it--> server.serve_adapter(folder) --digest equals the trainer's--> samples
+
+The server has the base from the model's files, and one snapshot's adapter at a time: requests for another one wait
+until the running ones have ended. A server that was lost is started again with the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.config import ConfigError
+from hone.models.loading import empty_model, folder_of
+from hone.models.settings import ModelConfig
+from hone.platforms.base import compute_dtype, current_platform
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.adapters import AdapterKind
+from hone.rollout.base import ReplicaLost, ServerSpec
+from hone.rollout.builtin.scoring import Following
+from hone.rollout.settings import RolloutConfig
+from hone.types import Completion, GenerationRequest
+from hone.workers.tenants.sampling import WrongWeights
+from hone.workers.tenants.training import Snapshot
+
+MOST_LIKELY = 128  # tokens at each place whose log-probs the server returns
+R = TypeVar("R")
+
+
+class ServedRollout:
+    """A `SnapshotRollout` in another process. All methods are called on one event loop."""
+
+    def __init__(self, model: ModelConfig, settings: RolloutConfig, dtype: str, most_rank: int, logs: Path) -> None:
+        """`dtype`: the trainer's compute dtype, or auto; `most_rank`: the largest rank of an adapter.
+
+        Raises ConfigError for an engine that cannot, ModelError for a model that cannot be loaded.
+        """
+        engine = ROLLOUT_ENGINES.get(settings.backend)
+        if not hasattr(engine, "serve_adapter"):
+            raise ConfigError(f"rollout.backend={settings.backend} serves no snapshots; use builtin or vllm")
+        if model.path is None:
+            raise ConfigError(
+                f"rollout.backend={settings.backend} reads the base from files, and model.build makes it here; set "
+                "model.path to a folder, or rollout.backend=builtin"
+            )
+        skeleton: Any = empty_model(model, is_value_model=False)
+        self.vocabulary = int(skeleton.config.get_text_config().vocab_size)
+        self.architecture = str(skeleton.config.model_type)
+        self.layers = frozenset(part for path, _ in skeleton.named_modules() for part in path.split("."))
+        logs.mkdir(parents=True, exist_ok=True)
+        options = {"max_logprobs": MOST_LIKELY, **settings.engine}
+        spec = ServerSpec(
+            settings=settings.model_copy(update={"engine": options}),
+            model=str(folder_of(model)),
+            dtype=compute_dtype(dtype, current_platform()),
+            number=0,
+            logs=logs,
+            token=secrets.token_hex(32),
+            trust_remote_code=model.trust_remote_code,
+            context=model.used.context,
+            frozen=True,
+            adapter=AdapterKind(most_rank, model=self.architecture),
+        )
+        self._server: Any = engine(spec)
+        self._snapshots: dict[str, Snapshot] = {}
+        self._served: str | None = ""  # name of the snapshot that the server has; empty: the base; None: not known
+        self._lost = False  # the server has to be started again
+        self._open = 0  # requests to the server
+        self._idle = asyncio.Event()  # none is open
+        self._idle.set()
+        self._switching = asyncio.Lock()
+
+    @property
+    def longest(self) -> int:
+        return int(self._server.longest)
+
+    async def start(self) -> None:
+        """Start the server. Raises ServerFailed with the last lines of its log."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def open(self, name: str, snapshot: Snapshot) -> None:
+        """Serve a snapshot under a name, from now on. Raises WrongWeights for one of all weights."""
+        if not snapshot.adapter:
+            raise WrongWeights(f"{self._server.name} serves adapters only; set rollout.backend=builtin")
+        self._snapshots[name] = snapshot
+
+    def drop(self, name: str) -> None:
+        self._snapshots.pop(name, None)
+
+    def holds(self, name: str) -> bool:
+        return name in self._snapshots
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """See `ServerAdapter.generate`; `sampling.adapter` is the name of a snapshot, empty: the base."""
+        plain = replace(request, sampling=replace(request.sampling, adapter=""))
+        return await self._asked(request.sampling.adapter, lambda: self._server.generate(plain))
+
+    async def score(self, name: str, sequence: tuple[int, ...], top_k: int = 0) -> Following:
+        """Log-probs at temperature 1 of each token under a snapshot (empty: the base), and the likeliest tokens.
+
+        Raises ValueError for more of them than the server returns.
+        """
+        if top_k > MOST_LIKELY:
+            raise ValueError(
+                f"{self._server.name} returns the log-probs of {MOST_LIKELY} tokens at each place, and this needs "
+                f"{top_k}: whole distributions are served with rollout.backend=builtin"
+            )
+        key = f"score-{secrets.token_hex(8)}"
+        return Following.of(await self._asked(name, lambda: self._server.score(key, sequence, top_k)))
+
+    async def _asked(self, name: str, ask: Callable[[], Awaitable[R]]) -> R:
+        """The answer to a request for a snapshot; asked once more if the server was lost on the way."""
+        for again in (True, False):
+            async with self._serving(name):
+                try:
+                    return await ask()
+                except (ReplicaLost, TimeoutError) as error:
+                    self._lost = True
+                    if not again or isinstance(error, TimeoutError):
+                        raise
+        raise AssertionError("unreachable")
+
+    @asynccontextmanager
+    async def _serving(self, name: str) -> AsyncIterator[None]:
+        """Have the server serve a snapshot; requests that wait for another one go first if they came first."""
+        async with self._switching:
+            if self._lost or self._served != name:
+                if self._lost:
+                    await self._server.close()  # requests that run end now
+                await self._idle.wait()
+                await self._switch_to(name)
+            self._open += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def _switch_to(self, name: str) -> None:
+        snapshot = self._snapshots.get(name)
+        if name and snapshot is None:
+            raise ValueError(f"the snapshot {name!r} is not served any more")
+        if self._lost:
+            await self._server.start()
+            self._lost = False
+        self._served = None
+        found = await self._server.serve_adapter(snapshot.folder if snapshot else None)
+        if snapshot is not None and found != snapshot.digest:
+            raise WrongWeights(
+                f"{self._server.name} read the digest {found} from the snapshot in {snapshot.folder.name}, and the "
+                f"trainer wrote {snapshot.digest}: it is not served"
+            )
+        self._served = name
+
+
+__all__ = ["ServedRollout"]
