@@ -25,7 +25,7 @@ class Server:
         self.folder = folder
         self.file = folder / "serve.yaml"
         run = {"kind": "serve", "model": MODEL, "names": ["tiny"], "folder": str(folder / "run"), "listen": {"port": 0}}
-        run["limits"] = {"models": 100}
+        run |= {"limits": {"models": 100}, "training": {"compute_dtype": "float32"}}  # on every processor
         self.file.write_text(yaml.safe_dump({**run, **settings}))
         self.key = ""
         self.start()
