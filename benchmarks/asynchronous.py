@@ -4,9 +4,11 @@
 
 Each round runs all settings of a case in turn, so that a slow minute of the machine slows them alike. `inside` is the
 synchronous run that generates inside the trainer, with all threads that the others have in two processes: the fairest
-rival, because at staleness 0 one of two processes waits. From the steps at staleness 0 come g, the seconds in which answers are generated, scored and weights are sent, and t, all others. While
-one side works the other may, so no schedule that trains on whole batches of one version is faster than
-(g + t) / max(g, t) times the synchronous one. `recompute` may be: there, batches overlap in a server.
+rival, because at staleness 0 one of two processes waits.
+
+From the steps at staleness 0 come g, the seconds in which answers are generated, scored and weights are sent, and t,
+all others. While one side works the other may, so no schedule that trains on whole batches of one version is faster
+than (g + t) / max(g, t) times the synchronous one. `recompute` may be: there, batches overlap in a server.
 
 The prediction of a round is that of `hone plan --from` the same round's run at staleness 0. A lent server
 (`asynchrony.lend_trainer`) is not predicted, and may beat the bound: while the trainer waits, two servers generate.

@@ -2,10 +2,10 @@
 
     python benchmarks/material.py FOLDER [--pretrained]
 
-The two models that it builds have 10 M parameters and random weights, and decide by themselves how long their answers are: the logit of
-the end-of-sequence token is all but constant, so an answer goes on with the same probability after every token. In
-`model-uniform` that token never comes and every answer fills its limit; in `model-ragged` it comes once in
-`MEAN_RAGGED` tokens, which makes lengths geometric. Neither side is told anything about it: no flag, no patch, no
+The two models that it builds have 10 M parameters and random weights, and decide by themselves how long their answers
+are: the logit of the end-of-sequence token is all but constant, so an answer goes on with the same probability after
+every token. In `model-uniform` that token never comes and every answer fills its limit; in `model-ragged` it comes once
+in `MEAN_RAGGED` tokens, which makes lengths geometric. Neither side is told anything about it: no flag, no patch, no
 forced length.
 
 `--pretrained` adds the model and the prompts of recipes/smollm2, which are fetched once (93 MB).

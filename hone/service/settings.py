@@ -11,9 +11,9 @@ from hone.config import Config, setting
 from hone.models.settings import ModelConfig
 from hone.rollout.settings import RolloutConfig
 
-SAMPLER_KEYS = frozenset(
+_OF_ROLLOUT = frozenset(
     ("backend", "builtin", "engine", "python", "tensor_parallel", "start_timeout_s", "request_timeout_s")
-)  # of `rollout`
+)
 
 
 class ListenConfig(Config):
@@ -97,10 +97,10 @@ class ServeConfig(Config):
     def _named(self) -> ServeConfig:
         if not self.names and self.model.path is None:
             raise ValueError("names should have at least one entry: a model that is built has no path to ask for it by")
-        if other := sorted(self.rollout.model_fields_set - SAMPLER_KEYS):
+        if other := sorted(self.rollout.model_fields_set - _OF_ROLLOUT):
             raise ValueError(
                 f"rollout.{other[0]} is no setting of a service, which has one engine and samples as clients say; of "
-                f"rollout it takes {', '.join(sorted(SAMPLER_KEYS))}"
+                f"rollout it takes {', '.join(sorted(_OF_ROLLOUT))}"
             )
         if self.rollout.backend != "builtin" and self.training.whole_weights:
             raise ValueError(

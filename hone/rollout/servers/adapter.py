@@ -146,7 +146,7 @@ class RolloutServer(ABC):
 
     @property
     def longest(self) -> float:
-        """The most tokens that prompt and completion may have together; infinite before the server has started."""
+        """The most tokens of prompt and completion together; infinite before the server has started."""
         return self._limits.longest
 
     async def start(self) -> None:

@@ -313,8 +313,7 @@ class VllmServer(EngineServer):
     async def serve_adapter(self, folder: Path | None) -> str:
         """Answer with the adapter in a folder on a frozen model, in place of the one before; None: with the model.
 
-        Returns the digest of the tensors that the workers read; of the model alone, nothing. Call it while no request
-        is open. Raises RuntimeError for an adapter that vLLM does not load whole.
+        Returns the digest of what the workers read. Raises RuntimeError unless vLLM loads the adapter whole.
         """
         if folder is None:
             self._adapter = None
@@ -325,10 +324,7 @@ class VllmServer(EngineServer):
         return digest
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> str:
-        """Make vLLM load an adapter from files, replacing one of the same name, and check that every tensor is used.
-
-        Returns the digest of the tensors.
-        """
+        """Make vLLM load an adapter, replacing one of the same name, and check that every tensor is used; its digest."""
         number = self._adapters.get(name, (0, ""))[0]
         tried = await self._call_workers("hone_try_adapter", folder)
         _read_errors(self.name, tried)

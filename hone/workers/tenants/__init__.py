@@ -1,1 +1,1 @@
-"""Models that train side by side on one base model: `training`; `sampling` from their snapshots here, `served` by vLLM."""
+"""Models that train side by side on one base: `training`; `sampling` from their snapshots here, `served` by vLLM."""
