@@ -80,8 +80,7 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def _generate(self, request: GenerationRequest, images: PlacedImages) -> tuple[Completion, int, int]:
-        """Send one checked request, whose images have their places: its completion, the tokens of its prompt, and how
-        many of them were cached."""
+        """Send one checked request with its placed images: completion, tokens of the prompt, cached ones of these."""
 
     @abstractmethod
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
@@ -105,10 +104,7 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
-        """Have every rank take in the weights of `offer`, and drop every KV of older weights.
-
-        Raises RuntimeError with the error of each rank that did not take in everything.
-        """
+        """Have every rank take in the weights of `offer`, and drop older KV. Raises RuntimeError with ranks' errors."""
 
     @abstractmethod
     async def _give_back(self, level: int) -> None:

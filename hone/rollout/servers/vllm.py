@@ -324,7 +324,7 @@ class VllmServer(EngineServer):
         return digest
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> str:
-        """Make vLLM load an adapter, replacing one of the same name, and check that every tensor is used; its digest."""
+        """Load an adapter, in place of one of the same name, and check that every tensor is used; its digest."""
         number = self._adapters.get(name, (0, ""))[0]
         tried = await self._call_workers("hone_try_adapter", folder)
         _read_errors(self.name, tried)
