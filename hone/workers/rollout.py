@@ -525,7 +525,8 @@ def _probe(spec: RolloutSpec, dtype: torch.dtype) -> Probe | None:
     longest += [settings.builtin.kv_cache_tokens, *(settings.engine.get(name) for name in CONTEXT_OPTIONS)]
     context = min(limit for limit in longest if isinstance(limit, int) and limit > 0)
     dtypes = [dtype, DTYPES[spec.compute_dtype], *([QUANTISED] if settings.engine.get("quantization") else [])]
-    return Probe(model.vocab_size, settings.sampling.temperature or 1.0, dtypes, context)
+    temperature = settings.sampling.temperature or 1.0
+    return Probe(model.vocab_size, temperature, dtypes, context, mixture=expert_count(model) > 0)
 
 
 def engine_config(model: ModelConfig, compute_dtype: str) -> Any:

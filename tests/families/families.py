@@ -32,6 +32,7 @@ SIZES = {
 HEADS = {"head_dim": 32}  # of `tiny` models, for vLLM
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # of gated DeltaNet, as published models have
 HIDDEN = {"hidden_size": 128}  # of those that have no size of a head of their own
+CHANNELS = {"mamba_d_state": 16}  # of Mamba 2: in bfloat16 its convolution's kernel takes multiples of 32 channels
 # The sizes of latent attention for which vLLM has a kernel on a CPU.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # entries of published configs that vLLM reads
@@ -295,9 +296,9 @@ FAMILIES = {
         "Mamba 2, experts and a shared MLP",
         experts=True,
         tiny=True,
-        served=HIDDEN | {"mamba_d_head": 64},
+        served=HIDDEN | CHANNELS | {"mamba_d_head": 64},
     ),
-    "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True, served=HIDDEN),
+    "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True, served=HIDDEN | CHANNELS),
     "Jamba": Family("jamba", "Mamba 1, experts in some layers", experts=True, tiny=True, served=HIDDEN),
     "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True, served=HIDDEN | DELTA),
 }

@@ -244,7 +244,7 @@ def test_the_probe_tells_the_router_who_died():
             raise ReplicaLost("no process")
 
     told = []
-    probe = Probe(100, 1.0, [torch.float32], 128)
+    probe = Probe(100, 1.0, [torch.float32], 128, mixture=False)
     assert asyncio.run(probe.ask([Dead()], 1, lambda replica, why: told.append((replica.name, why)))) == []
     assert told == [("dead", "no process")]
     assert probe.compare([], None, 1) == {}
@@ -254,8 +254,8 @@ def test_the_probe_tells_the_router_who_died():
 
 def test_the_prompt_of_the_probe_fills_blocks_of_a_prefix_cache_where_the_context_lets_it():
     assert PROMPT_TOKENS >= 2 * 32
-    assert len(Probe(100, 1.0, [torch.float32], 4096).prompt) == PROMPT_TOKENS
-    assert len(Probe(100, 1.0, [torch.float32], 40).prompt) == 32
+    assert len(Probe(100, 1.0, [torch.float32], 4096, mixture=False).prompt) == PROMPT_TOKENS
+    assert len(Probe(100, 1.0, [torch.float32], 40, mixture=False).prompt) == 32
 
 
 def test_a_builtin_server_has_one_device(start):

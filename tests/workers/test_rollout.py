@@ -356,29 +356,46 @@ def infer(*logprobs):
 
 
 def test_the_probe_takes_rounding_for_rounding():
-    probe = Probe(100, 1.0, [torch.float32], 128)
+    probe = Probe(100, 1.0, [torch.float32], 128, mixture=False)
     metrics = probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, -2.0))], infer(-1.0, -2.0005, -1.0, -2.0), 4)
     assert metrics["correction/probe_max_abs_difference"].value == pytest.approx(5e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [-2.01, float("nan")])
 def test_the_probe_stops_the_step_where_a_replica_computes_otherwise(wrong):
-    probe = Probe(100, 1.0, [torch.float32], 128)
+    probe = Probe(100, 1.0, [torch.float32], 128, mixture=False)
     with pytest.raises(WeightSyncError, match="replica b serves weight version 4, but its log-probs") as caught:
         probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, wrong))], infer(-1.0, -2.0, -1.0, -2.0), 4)
     assert caught.value.replicas == ("b",)
 
 
 def test_the_probe_is_as_strict_as_the_coarser_dtype_allows():
-    coarse = Probe(100, 1.0, [torch.float32, torch.bfloat16], 128)
+    coarse = Probe(100, 1.0, [torch.float32, torch.bfloat16], 128, mixture=False)
     coarse.compare([("a", says(-1.0))], infer(-1.1), 4)
     with pytest.raises(WeightSyncError):
         coarse.compare([("a", says(-1.0))], infer(-1.4), 4)
 
 
+def test_one_token_of_a_mixture_may_go_to_other_experts_where_scores_are_rounded():
+    apart, everywhere = infer(-1.0, -1.4, -1.0), infer(-1.4, -1.4, -1.4)
+    sampled = [("a", says(-1.0, -1.0, -1.0))]
+    mixture = Probe(100, 1.0, [torch.bfloat16], 128, mixture=True)
+    found = mixture.compare(sampled, apart, 4)
+    assert found["correction/probe_max_abs_difference"].value == pytest.approx(0.4)
+    for wrong in (everywhere, infer(-1.0, float("nan"), -1.0)):
+        with pytest.raises(WeightSyncError, match="at half of its tokens"):
+            mixture.compare(sampled, wrong, 4)
+    for strict in (
+        Probe(100, 1.0, [torch.bfloat16], 128, mixture=False),
+        Probe(100, 1.0, [torch.float32], 128, mixture=True),
+    ):
+        with pytest.raises(WeightSyncError):
+            strict.compare(sampled, apart, 4)
+
+
 def test_the_probe_looks_at_versions():
     with pytest.raises(WeightSyncError, match=r"weight versions \{3\}, sent was 4"):
-        Probe(100, 1.0, [torch.float32], 128).compare([("a", says(-1.0, version=3))], infer(-1.0), 4)
+        Probe(100, 1.0, [torch.float32], 128, mixture=False).compare([("a", says(-1.0, version=3))], infer(-1.0), 4)
 
 
 def test_a_stale_head_is_caught_by_the_probe(start, actor, loop):

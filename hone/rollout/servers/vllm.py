@@ -64,6 +64,7 @@ RESERVED = {
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled (processed_logprobs)",
     "mm_device_do_normalize": "hone sends patches that are normalised",
     "seed": "every request has its own",
+    "override_generation_config": "every request has its own sampling parameters",
 }
 OWN_OPTIONS: Mapping[str, Any] = {
     "logprobs_mode": "processed_logprobs",
@@ -213,16 +214,18 @@ class VllmServer(EngineServer):
 
     @classmethod
     def _model_options(cls, config: Any) -> dict[str, Any]:
-        """Options for layers with a state on a CPU, and for Gemma 3n.
+        """Options for layers with a state on a CPU, for Gemma 3n, and for Llama 4.
 
         vLLM caches prefixes of states with chunked prefill only. What `give_layers_their_embeddings` computes is in new
-        memory for each batch, which graphs of an accelerator would not read.
+        memory, which graphs of an accelerator would not read. vLLM reads whether to scale Llama 4's queries by their
+        position from the generation config; without an entry it scales them in long contexts only.
         """
+        if config.model_type == "llama4_text":
+            return {"override_generation_config": {"attn_temperature_tuning": bool(config.attn_temperature_tuning)}}
         if config.model_type == "gemma3n_text":
             return {"enforce_eager": True}
-        if current_platform().device == "cpu" and carries_state(config):
-            return {"enable_prefix_caching": False}
-        return {}
+        without_cache = current_platform().device == "cpu" and carries_state(config)
+        return {"enable_prefix_caching": False} if without_cache else {}
 
     async def start(self) -> None:
         """Start the server. A frozen model starts with the weights of its folder, as version 0."""

@@ -66,9 +66,11 @@ from hone.workers.inside.vllm_patches import (
     add_bias_to_choice,
     allow_amx,
     as_loaders_want,
+    copy_convolutions,
     expand_batch_to_tokens,
     gather_rows,
     give_layers_their_embeddings,
+    lay_out_single_tokens,
     make_room_between_stages,
     name_loaders,
     pack_cpu_experts_again,
@@ -124,6 +126,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             allow_amx()
             CPURouter._compute_routing = add_bias_to_choice(CPURouter._compute_routing)
             _custom_ops.rotary_embedding = rotate_by_token(_custom_ops.rotary_embedding)
+            _custom_ops.causal_conv1d_fwd_cpu = lay_out_single_tokens(_custom_ops.causal_conv1d_fwd_cpu)
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
@@ -157,6 +160,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        copy_convolutions(self.model)
         if self._quantised is not None and "error" not in self.receipt:
             try:
                 self._quantised.check()

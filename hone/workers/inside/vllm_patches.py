@@ -48,6 +48,21 @@ def put_cpu_kernels_back(model: torch.nn.Module) -> None:
             method.moe_kernel = method.hone_old_kernel  # type: ignore[union-attr]
 
 
+def copy_convolutions(model: torch.nn.Module) -> None:
+    """Give Mamba 2's layers the convolutions of an update.
+
+    On a CPU with instructions for bfloat16, vLLM packs a convolution's weights into new memory when they are complete.
+    The layer reads a view of the memory before that, so it keeps the weights with which the server started. Remove this
+    when `MambaMixer2` reads its convolution's weights at each forward.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/mamba/mamba_mixer2.py
+    """
+    for module in model.modules():
+        held = getattr(module, "conv_weights", None)
+        unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if held is not None and unpacked is not None:
+            held.copy_(unpacked)
+
+
 def _on_cpu(module: torch.nn.Module) -> bool:
     return all(weight.device.type in ("cpu", "meta") for weight in module.parameters())
 
@@ -160,6 +175,21 @@ def rotate_by_token(rotate: Callable[..., None]) -> Callable[..., None]:
         for one, turned in zip((query, key), flat, strict=True):
             if one is not None and turned is not None and turned.data_ptr() != one.data_ptr():  # parts of wider rows
                 one.copy_(turned.view_as(one))
+
+    return run
+
+
+def lay_out_single_tokens(convolve: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap `_custom_ops.causal_conv1d_fwd_cpu`: x [channels, tokens], each token in one piece of memory.
+
+    The kernel refuses a single token that is a slice of a wider row (Qwen3.5), whose stride `contiguous` leaves as it
+    is, and the server ends. Remove this when the kernel does not read the stride of a dimension of length 1.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py
+    """
+
+    def run(x: torch.Tensor, **named: Any) -> torch.Tensor:
+        single = x.shape[-1] == 1
+        return convolve(x=x.t().clone(memory_format=torch.contiguous_format).t() if single else x, **named)
 
     return run
 

@@ -160,6 +160,14 @@ def test_vllm_on_a_cpu_caches_no_prefixes_where_layers_carry_a_state(adapter_of,
     assert ("--no-enable-prefix-caching" in command(adapter_of("vllm"))) is without
 
 
+@pytest.mark.parametrize("tuned", [True, False])
+def test_vllm_scales_llama_4s_queries_as_its_config_says(adapter_of, tmp_path, tuned):
+    config = tiny_config("llama4_text", {"head_dim": 32, "attn_temperature_tuning": tuned})
+    config.save_pretrained(tmp_path / "model")
+    found = [one for one in command(adapter_of("vllm")) if one.startswith("--override-generation-config")]
+    assert [json.loads(one.partition("=")[2]) for one in found] == [{"attn_temperature_tuning": tuned}]
+
+
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
     assert expected.defaults <= set(command(adapter()))
     changed = command(adapter(expected.changes))

@@ -9,7 +9,9 @@ import torch
 
 from hone.workers.inside.vllm_patches import (
     add_bias_to_choice,
+    copy_convolutions,
     give_layers_their_embeddings,
+    lay_out_single_tokens,
     name_loaders,
     rotate_by_token,
 )
@@ -60,6 +62,31 @@ def test_heads_in_a_dimension_of_their_own_are_turned_as_one_token():
     wide = torch.zeros(3, 4, 10)
     rotate_by_token(lambda positions, query, key: query.add_(1))(torch.arange(3), wide[..., :8], None)
     assert (int(wide[..., :8].sum()), int(wide[..., 8:].sum())) == (96, 0)
+
+
+def test_layers_read_the_convolution_that_an_update_packed():
+    """Only one of the two layers has packed weights; a parent of a layer has none of both."""
+    packed, plain = torch.nn.Module(), torch.nn.Module()
+    for layer in (packed, plain):
+        layer.conv1d = torch.nn.Module()
+        layer.register_buffer("conv_weights", torch.zeros(2, 4))
+    packed.conv1d._cpu_unpacked_conv_weight = torch.arange(8.0).view(2, 4)
+    memory = packed.conv_weights.data_ptr()
+    copy_convolutions(torch.nn.ModuleList([packed, plain]))
+    assert packed.conv_weights.flatten().tolist() == list(range(8))
+    assert packed.conv_weights.data_ptr() == memory
+    assert not plain.conv_weights.any()
+
+
+def test_a_single_token_of_a_wider_row_is_laid_out_as_a_kernel_wants_it():
+    seen = []
+    convolve = lay_out_single_tokens(lambda x, weight: seen.append((x, weight)))
+    rows = torch.arange(12.0).view(2, 6)
+    convolve(x=rows[:1, :4].t(), weight="packed")
+    convolve(x=rows.t(), weight="packed")
+    (one, weight), (several, _) = seen
+    assert (one.stride(), one.flatten().tolist(), weight) == ((1, 4), [0, 1, 2, 3], "packed")
+    assert several.data_ptr() == rows.data_ptr()
 
 
 def test_each_layer_of_a_text_only_gemma_3n_gets_its_embeddings():

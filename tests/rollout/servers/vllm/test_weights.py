@@ -53,7 +53,7 @@ def test_the_probe_sees_a_prefix_cache_that_is_kept(plain, models, push, forward
         found[1:] = logits[:-1].log_softmax(-1).gather(1, batch.token_ids[1:, None])[:, 0]
         return ModelOutput(logprobs=found)
 
-    probe = Probe(104, 1.0, [torch.float32], 128)
+    probe = Probe(104, 1.0, [torch.float32], 128, mixture=False)
     finish(probe.ask([plain], 0))
     with monkeypatch.context() as patch:
         patch.setattr(plain, "_drop_caches", keep)
