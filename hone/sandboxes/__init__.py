@@ -2,8 +2,8 @@
 
 Read in this order: `base` (the contract), `local` (hone's side of a sandbox on this machine), `warm` (the process that
 starts programs), `attendant` (watches one program), `confinement` (what a program gives up before it begins), `kernel`
-(rules for files, system calls, mounts), `bubblewrap`, `choice` (which one a name means). Plug-ins add sandboxes of
-services.
+(rules for files, system calls, mounts, cgroups), `bubblewrap`, `choice` (which one a name means). Plug-ins add
+sandboxes of services.
 """
 
 from hone.registry import Registry

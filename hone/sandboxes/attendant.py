@@ -33,6 +33,7 @@ from hone.processes.supervisor import KILL_S, PR_SET_CHILD_SUBREAPER, descendant
 from hone.sandboxes import bubblewrap
 from hone.sandboxes.base import PYTHON, Limits, Ran, parts_of
 from hone.sandboxes.confinement import Confinement, enter, free_user, prepare, readable
+from hone.sandboxes.kernel.cgroups import SPARE, Group, Groups
 from hone.sandboxes.kernel.mounts import mount_folder, unmount
 from hone.sandboxes.kernel.socket_memory import socket_bytes
 
@@ -77,10 +78,11 @@ def ran_of(reply: Mapping[str, Any]) -> Ran:
     )
 
 
-def attend(channel: socket.socket, others: int, *, mounts: bool = False) -> Job:
+def attend(channel: socket.socket, others: int, *, mounts: bool = False, groups: Groups | None = None) -> Job:
     """Serve one request. Returns in the confined child only.
 
     `others`: processes that this user has already. `mounts`: working folders are file systems of a fixed size.
+    `groups`: the cgroups of programs, where there are some.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = _request(channel)
@@ -88,12 +90,14 @@ def attend(channel: socket.socket, others: int, *, mounts: bool = False) -> Job:
         if "remove" in request:
             _forget(str(request["remove"]))
             _send(channel, {"removed": True})
-        run = _Run(request, others, mounts)
+        run = _Run(request, others, mounts, groups.of(str(os.getpid())) if groups else None)
         if job := run.start():
             return job
         reply = run.watch(channel)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         _end_all()
+        if groups:
+            groups.of(str(os.getpid())).remove()
         reply = {"lost": f"{type(error).__name__}: {error}", "gone": isinstance(error, _FolderGone)}
     return _send(channel, reply)
 
@@ -127,14 +131,14 @@ def _request(channel: socket.socket) -> dict[str, Any]:
 class _Run:
     """One program: its pipes, its processes and what it used."""
 
-    def __init__(self, request: Mapping[str, Any], others: int, mounts: bool) -> None:
+    def __init__(self, request: Mapping[str, Any], others: int, mounts: bool, group: Group | None) -> None:
         self._backend, self._folder = str(request["backend"]), str(request["folder"])
         self._argv = tuple(request["argv"])
         self._limits = Limits(**request["limits"])
         self._timeout_s = float(request["timeout_s"])
         self._wanted: Sequence[str] = request["wanted"]
         self._environment = _environment(self._folder)
-        self._mounts = mounts
+        self._mounts, self._group = mounts, group
         self._user = self._own_folder(fresh=bool(request.get("fresh", True)))
         for path, content in request["files"].items():
             write_inside(self._folder, path, base64.b64decode(content), self._user)
@@ -161,6 +165,11 @@ class _Run:
 
     def start(self) -> Job | None:
         """Fork the program. Returns a job in the child for the warm interpreter, None in the attendant."""
+        if self._group:
+            self._group.make()
+            files = self._limits.disk_mb << 20 if self._mounts else 0  # of a tmpfs, which is memory
+            helpers = 2 if self._backend == "bubblewrap" else 0
+            self._group.limit((self._limits.memory_mb << 20) + files + SPARE, self._limits.processes + helpers)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "failure", "report")}
         self._began = time.monotonic()
         self._child = os.fork()
@@ -181,6 +190,8 @@ class _Run:
         """In the child: give up every right, then run the program, or say why that was not possible."""
         try:
             os.setsid()
+            if self._group:
+                self._group.enter()
             for number, descriptor in enumerate((self._stdin, pipes["stdout"], pipes["stderr"])):
                 os.dup2(descriptor, number)
             kept = [pipes["failure"], *([self._plan.rules] if self._plan.rules >= 0 else [pipes["report"]])]
@@ -266,8 +277,8 @@ class _Run:
         if len(below) > self._limits.processes + 2:  # bubblewrap has two of its own
             return "processes"
         apart = self._backend == "bubblewrap" and not self._limits.network
-        held = sum(_memory(pid) for pid in below) + socket_bytes(self._user, below, apart=apart)
-        if held > self._limits.memory_mb << 20:
+        sockets = 0 if apart and self._group else socket_bytes(self._user, below, apart=apart)
+        if self._exhausted() or sum(_memory(pid) for pid in below) + sockets > self._limits.memory_mb << 20:
             return "memory"
         if (
             disk
@@ -275,6 +286,10 @@ class _Run:
         ):
             return "disk"
         return ""
+
+    def _exhausted(self) -> bool:
+        """Return whether the kernel has ended a process because the program used too much memory."""
+        return self._group is not None and self._group.ran_out_of_memory()
 
     def _used_bytes(self) -> int:
         """Bytes in the working folder; UNCOUNTABLE with too many files."""
@@ -288,6 +303,10 @@ class _Run:
         status = _end_all(self._child)
         if not self._limit and status == -signal.SIGXCPU:
             self._limit = "cpu"
+        if not self._limit and self._exhausted():
+            self._limit = "memory"
+        if self._group:
+            self._group.remove()
         if not self._limit and self._used_bytes() > self._limits.disk_mb << 20:
             self._limit = "disk"
         return status

@@ -31,6 +31,7 @@ from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
 from hone.sandboxes.attendant import ran_of, request_of
 from hone.sandboxes.base import PYTHON, Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
+from hone.sandboxes.kernel.cgroups import Group
 
 Backend = Literal["landlock", "bubblewrap"]
 START_S = 60.0  # starting an interpreter on a busy machine
@@ -70,6 +71,7 @@ class LocalSandboxes:
         self._control: socket.socket | None = None
         self._folder = ""
         self._stops = ""
+        self._groups = Group(0, ())
         self._mounts = False  # whether working folders are file systems of the warm parent's
 
     async def start(self) -> str:
@@ -85,6 +87,8 @@ class LocalSandboxes:
         self._hang_up()
         if self._tree is not None:
             await asyncio.to_thread(_end, self._tree)
+        if self._groups.folders:
+            await asyncio.to_thread(self._groups.remove)  # those of a parent that was killed
         if self._folder:
             await asyncio.to_thread(remove_folder, self._folder)
         self._tree = None
@@ -119,10 +123,11 @@ class LocalSandboxes:
         hello = await self._hello(log)
         if refused := hello.get("refused"):
             raise SandboxRefused(f"{self.backend}: {refused}")
-        if not {"stops", "mounts"} <= hello.keys():
+        if not {"stops", "mounts", "groups"} <= hello.keys():
             raise SandboxLost(f"the parent of the sandboxes broke the protocol: it said {hello!s:.200}")
         self._stops = str(hello["stops"])
         self._mounts = bool(hello["mounts"])
+        self._groups = Group(0, tuple(map(Path, hello["groups"])))
         self._restarts.worked()
 
     async def _hello(self, log: Path) -> dict[str, Any]:

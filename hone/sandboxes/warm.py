@@ -29,6 +29,7 @@ from hone.processes.frames import Kind, encode
 from hone.processes.supervisor import FIRST_QUIET_S, PR_SET_CHILD_SUBREAPER, descendants, processes
 from hone.sandboxes.attendant import Job, attend
 from hone.sandboxes.confinement import stops, why_not
+from hone.sandboxes.kernel.cgroups import Groups, NoGroups, own_groups
 from hone.sandboxes.kernel.landlock import use_at_most
 from hone.sandboxes.kernel.mounts import own_mounts
 
@@ -47,19 +48,31 @@ def main() -> None:
     if reason:
         control.sendall(encode(Kind.HELLO, 0, {"refused": reason}))
         return
+    groups, limited = _groups()
     counted = own_mounts()
     disk = f"; disk by counting ({counted})" if counted else ""
-    hello = {"stops": stops(sys.argv[3]) + disk, "mounts": not counted}
+    folders = [str(folder) for folder in groups.own.folders] if groups else []
+    hello = {"stops": f"{stops(sys.argv[3])}; {limited}{disk}", "mounts": not counted, "groups": folders}
     control.sendall(encode(Kind.HELLO, 0, hello))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    run(_Warm(control, mounts=not counted).serve())
+    run(_Warm(control, groups, mounts=not counted).serve())
+
+
+def _groups() -> tuple[Groups | None, str]:
+    """The cgroups of the programs, where there may be some, and what limits memory and processes."""
+    try:
+        groups = own_groups()
+    except NoGroups as error:
+        return None, f"memory and processes by rlimits and counting ({error})"
+    return groups, f"memory and processes by {groups}"
 
 
 class _Warm:
     """The loop of the warm parent."""
 
-    def __init__(self, control: socket.socket, *, mounts: bool) -> None:
+    def __init__(self, control: socket.socket, groups: Groups | None, *, mounts: bool) -> None:
         self._control = control
+        self._groups = groups
         self._mounts = mounts
         self._attendants: set[int] = set()
         self._counted_at, self._others = -COUNT_S, 0
@@ -82,6 +95,8 @@ class _Warm:
             if self._control in readable:
                 data, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
                 if not data:
+                    if self._groups:
+                        self._groups.own.remove()
                     os._exit(0)
                 others = self._count()
                 if job := self._fork(socket.socket(fileno=descriptors[0]), others):
@@ -99,7 +114,7 @@ class _Warm:
         os.close(self._wake)
         os.close(self._signalled)
         channel.sendall(TAKEN)  # hone knows that the warm parent is not stopped
-        return attend(channel, others, mounts=self._mounts)
+        return attend(channel, others, mounts=self._mounts, groups=self._groups)
 
     def _count(self) -> int:
         """Processes and threads of this user: the kernel's limit counts all of them. Root's sandboxes have users."""
@@ -122,6 +137,8 @@ class _Warm:
                 self._attendants.discard(pid)
                 if status:
                     self._kill_strangers()
+                    if self._groups:
+                        self._groups.of(str(pid)).remove()
 
     def _kill_strangers(self) -> None:
         """Kill every process below this one that is not below an attendant, and reap none meanwhile (`kill_below`)."""

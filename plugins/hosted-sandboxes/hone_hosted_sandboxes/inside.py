@@ -32,7 +32,7 @@ CARRIED = (
     "machine.py",
     *(f"processes/{name}.py" for name in ("frames", "leftovers", "supervisor")),
     *(f"sandboxes/{name}.py" for name in ("attendant", "base", "bubblewrap", "confinement", "warm")),
-    *(f"sandboxes/kernel/{name}.py" for name in ("landlock", "mounts", "socket_memory", "system_calls")),
+    *(f"sandboxes/kernel/{name}.py" for name in ("cgroups", "landlock", "mounts", "socket_memory", "system_calls")),
 )
 # A Python that cannot run hone is a loss; without a reply it would count as the program's doing.
 BOOT = """
