@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -82,7 +83,8 @@ TAKES_KEYS = {
 def run() -> None:
     """The entry point of the installed `hone` command."""
     collect_rarely()
-    with sigterm_as_ctrl_c():  # also while the command is imported, which takes seconds
+    code = EXIT_INTERRUPTED
+    with suppress(KeyboardInterrupt), sigterm_as_ctrl_c():  # also while the command is imported, which takes seconds
         code = main(sys.argv[1:])
     exits_within(EXIT_S, code)
     sys.exit(code)

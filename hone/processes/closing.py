@@ -7,6 +7,7 @@ code and the stacks that say so, and the supervisors of its child processes end 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -28,7 +29,12 @@ def ends_within(timeout_s: float, what: str, code: int = EXIT_LATE) -> Iterator[
 
 
 def exits_within(timeout_s: float, code: int) -> None:
-    """Give the interpreter's own end a deadline; call it right before the exit."""
+    """Give the interpreter's own end a deadline; call it right before the exit.
+
+    From here on the process ends with `code`: it ignores SIGTERM and Ctrl-C, which would give it another one.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # Python puts back handlers of its own while it ends, but not this one
     _start_deadline(timeout_s, "leaving the interpreter", code, threading.Event())
 
 

@@ -180,6 +180,35 @@ def test_a_signal_outside_a_run(tmp_path, code, number):
     assert error == "interrupted\n"
 
 
+ENDS_SLOWLY = """
+import atexit, pathlib, threading, time
+def wait():
+    pathlib.Path({ready!r}).touch()
+    while not pathlib.Path({ready!r} + "-sent").exists():
+        time.sleep(0.02)
+{waits}
+"""
+
+
+@pytest.mark.parametrize("waits", ["atexit.register(wait)", "threading._register_atexit(wait)"])
+def test_signals_while_the_interpreter_ends_change_no_exit_code(tmp_path, waits):
+    ready = tmp_path / "ready"
+    (tmp_path / "slow_plugin.py").write_text(ENDS_SLOWLY.format(ready=str(ready), waits=waits))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HONE_USE_EXTERNAL_MODULES": "slow_plugin"}
+    process = subprocess.Popen([*HONE, "list", "nothing"], stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    assert "nothing" in process.stderr.readline()  # the command has ended
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+    Path(f"{ready}-sent").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == EXIT_BAD_INPUT
+
+
 def test_a_closed_pipe_is_no_traceback():
     command = f"{' '.join(HONE)} list | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
