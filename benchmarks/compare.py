@@ -5,7 +5,7 @@
 Each side is a process of its own in an environment of its own, kept alive between its steps, so imports and warm-up do
 not count, and whatever disturbs the machine for a while disturbs all sides. While one works the others sleep. Of each
 side the best step counts (most tokens per second); processor time stands beside wall time: where the two disagree about
-a ratio, something else used the machine.
+a ratio, something else used the machine. GB is the largest memory of the side's process.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Measured:
     process_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
+    peak_bytes: int = 0
 
     def per_second(self, seconds: Sequence[float]) -> float:
         """Tokens per second of the best step."""
@@ -191,7 +192,8 @@ def measure(case: Case, pythons: dict[str, str], rounds: int, logs: Path) -> lis
                     result.process_s.append(answer["process_s"])
                     result.tokens.append(answer.get("tokens", 0))
         for side, result in zip(sides, results, strict=True):
-            result.figures = side.end().get("figures", [])
+            last = side.end()
+            result.figures, result.peak_bytes = last.get("figures", []), last["peak_bytes"]
             if result.figures:
                 result.tokens = tokens_by_step(result.figures)[1 : rounds + 1]
     finally:
@@ -219,6 +221,7 @@ def summary(case: Case, precision: str, results: Sequence[Measured]) -> list[dic
             "tokens_per_s": one.per_second(one.wall_s),
             "ratio": ours.per_second(ours.wall_s) / one.per_second(one.wall_s),
             "ratio_process": ours.per_second(ours.process_s) / one.per_second(one.process_s),
+            "peak_gb": one.peak_bytes / 1e9,
             "ratio_of_means": ours.mean_per_second / one.mean_per_second,
             "target": case.targets.get(one.name),
             "steps": {"wall_s": one.wall_s, "process_s": one.process_s, "tokens": one.tokens},
@@ -243,7 +246,7 @@ def driver_overhead(results: Measured) -> dict[str, float]:
 
 HEAD = (
     f"{'case':17} {'precision':9} {'side':30} {'wall s':>8} {'cpu s':>8} {'tokens/s':>9} {'ratio':>6} {'by cpu':>7}"
-    f" {'target':>7}"
+    f" {'GB':>5} {'target':>7}"
 )
 
 
@@ -253,7 +256,7 @@ def line(row: dict[str, Any]) -> str:
     verdict = "" if target is None else f"{target:.1f} {'ok' if row['ratio'] >= target else 'NO'}"
     return (
         f"{row['case']:17} {row['precision']:9} {row['side']:30} {row['wall_s']:8.2f} {row['process_s']:8.2f} "
-        f"{row['tokens_per_s']:9.0f} {row['ratio']:6.2f} {row['ratio_process']:7.2f} {verdict:>7}"
+        f"{row['tokens_per_s']:9.0f} {row['ratio']:6.2f} {row['ratio_process']:7.2f} {row['peak_gb']:5.1f} {verdict:>7}"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -69,8 +70,9 @@ class Gate:
         self._started = (time.perf_counter(), process_seconds())
 
     def finish(self, **facts: Any) -> None:
-        """The last word, after `Ended`."""
-        self._say({"ended": True, **facts})
+        """The last word, after `Ended`: the largest memory of this process, and `facts`."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
+        self._say({"ended": True, "peak_bytes": peak, **facts})
 
     def _say(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")

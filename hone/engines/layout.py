@@ -11,6 +11,8 @@ A shared token has the same hidden state in all of its sequences, so results are
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,7 @@ from hone.spans import cumulative, ranges, repeat
 from hone.types import Batch, BatchImages
 
 _SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
+_MICROBATCH = 1 / 32  # what a micro-batch costs whatever is in it, as a share of its token limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +58,62 @@ def on_host(batch: Batch) -> Batch:
 
 
 def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
-    """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens.
+    """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens, the largest first.
 
-    Groups stay whole if that needs no more micro-batches, and always with `whole_groups` (for losses that compare the
-    sequences of a group). The cap counts every token of every sequence, shared or not. Raises ValueError if a
-    sequence, or a group that must stay whole, is longer than the cap.
+    Of the possible cuts it takes the one that computes least: sequences of a group share their prompt where they are
+    together. Groups are never divided with `whole_groups`, for losses that compare the sequences of a group. The cap
+    counts every token of every sequence, shared or not. Raises ValueError if a sequence, or a group that must stay
+    whole, is longer than the cap.
     """
     if whole_groups:
         return microbatches_of_groups(batch, max_tokens)
-    cut = microbatches(batch, max_tokens)
-    sizes = [int(batch.lengths[group].sum()) for group in groups_of(batch)]
-    if len(cut) <= 1 or len(sizes) == batch.num_sequences or max(sizes) > max_tokens:
+    cut, groups = microbatches(batch, max_tokens), groups_of(batch)
+    if len(cut) <= 1 or len(groups) == batch.num_sequences:
         return cut
-    whole = microbatches_of_groups(batch, max_tokens)
-    return whole if len(whole) <= len(cut) else cut
+    lengths: list[int] = batch.lengths.tolist()
+    cuts = [_group_by_group(groups, lengths, max_tokens), cut]
+    if max(sum(lengths[i] for i in group) for group in groups) <= max_tokens:
+        cuts.insert(0, microbatches_of_groups(batch, max_tokens))
+    prompts, group_of = _prompts(batch), batch.group_index.tolist()
+    shared = {group_of[group[0]]: min(prompts[i] for i in group) for group in groups}
+
+    def cost(one: list[list[int]]) -> float:
+        members = (Counter(group_of[i] for i in part) for part in one)
+        saved = sum((count - 1) * shared[group] for counts in members for group, count in counts.items())
+        return len(one) * max_tokens * _MICROBATCH - saved
+
+    return min(cuts, key=cost)
+
+
+def _group_by_group(groups: list[list[int]], lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Fill micro-batches evenly with one group after the other; a group is divided where one is full."""
+    order = [i for group in groups for i in group]
+    count = len(_filled(order, lengths, max_tokens))
+    limits = range(max(*lengths, math.ceil(sum(lengths) / count)), max_tokens + 1)
+    limit = limits[bisect_left(limits, True, key=lambda limit: len(_filled(order, lengths, limit)) <= count)]
+    parts = [sorted(part) for part in _filled(order, lengths, limit)]
+    return sorted(parts, key=lambda part: (-sum(lengths[i] for i in part), part))
+
+
+def _filled(order: list[int], lengths: list[int], limit: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room = 0
+    for i in order:
+        if lengths[i] > room:
+            parts.append([])
+            room = limit
+        parts[-1].append(i)
+        room -= lengths[i]
+    return parts
+
+
+def _prompts(batch: Batch) -> list[int]:
+    """The tokens of each sequence before its first token with a loss."""
+    starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
+    trained = batch.loss_mask.nonzero().flatten()
+    first = torch.cat((trained, ends[-1:]))[torch.searchsorted(trained, starts)]
+    prompts: list[int] = (torch.minimum(first, ends) - starts).tolist()
+    return prompts
 
 
 def lay_out(batch: Batch) -> Layout:

@@ -95,6 +95,19 @@ def test_groups_stay_whole_where_that_costs_no_micro_batch():
         cut_batch(batch, 15, whole_groups=True)
 
 
+def test_groups_that_fit_into_no_micro_batch_are_divided_as_seldom_as_possible():
+    prompts = [[10 + group] * 10 for group in range(4)]
+    samples = [Sample((*prompts[i % 4], 5, i), (0,) * 10 + (1, 1)) for i in range(16)]
+    batch = pack_samples(samples).with_(group_index=torch.tensor([i % 4 for i in range(16)]))
+    cut = cut_batch(batch, 40)  # a group has 48 tokens: three of its answers, then the fourth and two of the next ...
+    assert sorted(i for part in cut for i in part) == list(range(16))
+    assert [len(part) for part in cut] == [3, 3, 3, 3, 3, 1]
+    rows = [lay_out(select(batch, part)).packing.num_tokens for part in cut]
+    assert sum(rows) == 16 * 12 - 11 * (2 + 1 + 1 + 2 + 2)  # a prompt and the 5 after it, where they are shared
+    halves = cut_batch(batch, 100)  # two groups each: as few micro-batches as without sharing
+    assert [len(batch.group_index[part].unique()) for part in halves] == [2, 2]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 3e-2)])
 def test_sharing_changes_neither_scores_nor_gradients(architecture, dtype, tolerance, make_engine, make_batch, losses):
