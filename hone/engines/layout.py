@@ -10,9 +10,8 @@ A shared token has the same hidden state in all of its sequences, so results are
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from hone.spans import cumulative, ranges, repeat
 from hone.types import Batch, BatchImages
 
 _SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
-_MICROBATCH = 1 / 32  # what a micro-batch costs whatever is in it, as a share of its token limit
+_MORE = 1.25  # times as many micro-batches pay off if each prompt is computed about once
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,62 +57,25 @@ def on_host(batch: Batch) -> Batch:
 
 
 def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
-    """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens, the largest first.
+    """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens.
 
-    Of the possible cuts it takes the one that computes least: sequences of a group share their prompt where they are
-    together. Groups are never divided with `whole_groups`, for losses that compare the sequences of a group. The cap
-    counts every token of every sequence, shared or not. Raises ValueError if a sequence, or a group that must stay
-    whole, is longer than the cap.
+    Sequences of a group share their prompt in a micro-batch, so groups are divided only where that needs fewer, and
+    never with `whole_groups`, for losses that compare them. The cap counts shared tokens for each sequence. Raises
+    ValueError if a sequence, or a group that must stay whole, is longer.
     """
     if whole_groups:
         return microbatches_of_groups(batch, max_tokens)
-    cut, groups = microbatches(batch, max_tokens), groups_of(batch)
+    cut, groups, lengths = microbatches(batch, max_tokens), groups_of(batch), batch.lengths.tolist()
     if len(cut) <= 1 or len(groups) == batch.num_sequences:
         return cut
-    lengths: list[int] = batch.lengths.tolist()
-    cuts = [_group_by_group(groups, lengths, max_tokens), cut]
+    together: list[list[int]] = [[]]  # one group after the other, divided where a micro-batch is full
+    for i in itertools.chain.from_iterable(groups):
+        if sum(lengths[j] for j in together[-1]) + lengths[i] > max_tokens:
+            together.append([])
+        together[-1].append(i)
     if max(sum(lengths[i] for i in group) for group in groups) <= max_tokens:
-        cuts.insert(0, microbatches_of_groups(batch, max_tokens))
-    prompts, group_of = _prompts(batch), batch.group_index.tolist()
-    shared = {group_of[group[0]]: min(prompts[i] for i in group) for group in groups}
-
-    def cost(one: list[list[int]]) -> float:
-        members = (Counter(group_of[i] for i in part) for part in one)
-        saved = sum((count - 1) * shared[group] for counts in members for group, count in counts.items())
-        return len(one) * max_tokens * _MICROBATCH - saved
-
-    return min(cuts, key=cost)
-
-
-def _group_by_group(groups: list[list[int]], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Fill micro-batches evenly with one group after the other; a group is divided where one is full."""
-    order = [i for group in groups for i in group]
-    count = len(_filled(order, lengths, max_tokens))
-    limits = range(max(*lengths, math.ceil(sum(lengths) / count)), max_tokens + 1)
-    limit = limits[bisect_left(limits, True, key=lambda limit: len(_filled(order, lengths, limit)) <= count)]
-    parts = [sorted(part) for part in _filled(order, lengths, limit)]
-    return sorted(parts, key=lambda part: (-sum(lengths[i] for i in part), part))
-
-
-def _filled(order: list[int], lengths: list[int], limit: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    room = 0
-    for i in order:
-        if lengths[i] > room:
-            parts.append([])
-            room = limit
-        parts[-1].append(i)
-        room -= lengths[i]
-    return parts
-
-
-def _prompts(batch: Batch) -> list[int]:
-    """The tokens of each sequence before its first token with a loss."""
-    starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
-    trained = batch.loss_mask.nonzero().flatten()
-    first = torch.cat((trained, ends[-1:]))[torch.searchsorted(trained, starts)]
-    prompts: list[int] = (torch.minimum(first, ends) - starts).tolist()
-    return prompts
+        together = min(microbatches_of_groups(batch, max_tokens), together, key=len)
+    return together if len(together) <= _MORE * len(cut) else cut
 
 
 def lay_out(batch: Batch) -> Layout:
@@ -151,12 +113,9 @@ def _shape(segments: Sequence[_Segment], index: int) -> tuple[bool, int, int, in
 def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     """All segments, and the segments of each sequence of the batch."""
     tokens, ends = batch.token_ids.tolist(), batch.cu_seqlens.tolist()
-    groups: dict[int, list[int]] = {}
-    for sequence, group in enumerate(batch.group_index.tolist()):
-        groups.setdefault(group, []).append(sequence)
     segments: list[_Segment] = []
     members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
-    for sequences in groups.values():
+    for sequences in groups_of(batch):
         shared = _shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
         if shared and batch.routed_experts is not None:
             shared = _shared_routes(batch.routed_experts, [ends[i] for i in sequences], shared)
@@ -202,10 +161,7 @@ def _image_positions(batch: Batch, images: BatchImages) -> Tensor:
 
 
 def _row_images(batch: Batch, images: BatchImages, where: Tensor) -> RowImages:
-    """Map image features to tokens of the row; a shared token takes its feature once.
-
-    `where` [T] is the place in the row of each token of the batch.
-    """
+    """Map image features to the row, where each token of the batch is at `where` [T]; a shared one has one feature."""
     shown = repeat(torch.arange(batch.num_sequences, device=where.device), images.counts)
     sizes = images.tokens[images.index]
     tokens = ranges(batch.cu_seqlens[shown] + images.starts, sizes)

@@ -29,19 +29,6 @@ class Following:
         )
         return [Following(*part) for part in parts]
 
-    @classmethod
-    def of(cls, scored: Scored) -> Following:
-        """The values of one sequence that an engine elsewhere has scored."""
-        width = len(scored.top_ids[-1]) if scored.top_ids else 0
-        first = (0,) * width  # nothing precedes the first token
-        ids, likely = ([one or first for one in found] for found in (scored.top_ids, scored.top_logprobs))
-        shape = len(scored.logprobs), width
-        return cls(
-            torch.tensor(scored.logprobs),
-            torch.tensor(ids, dtype=torch.int64).view(shape),
-            torch.tensor(likely, dtype=torch.float32).view(shape),
-        )
-
     def scored(self) -> Scored:
         """The values of one sequence, on the host."""
         logprobs = tuple(self.logprobs.tolist())

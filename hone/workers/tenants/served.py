@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from hone.config import ConfigError
 from hone.models.loading import empty_model, folder_of
 from hone.models.settings import ModelConfig
@@ -25,7 +27,7 @@ from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.builtin.scoring import Following
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, GenerationRequest
+from hone.types import Completion, GenerationRequest, Scored
 from hone.workers.tenants.sampling import WrongWeights
 from hone.workers.tenants.training import Snapshot
 
@@ -115,7 +117,7 @@ class ServedRollout:
                 f"{top_k}: whole distributions are served with rollout.backend=builtin"
             )
         key = f"score-{secrets.token_hex(8)}"
-        return Following.of(await self._asked(name, lambda: self._server.score(key, sequence, top_k)))
+        return _tensors(await self._asked(name, lambda: self._server.score(key, sequence, top_k)))
 
     async def _asked(self, name: str, ask: Callable[[], Awaitable[R]]) -> R:
         """The answer to a request for a snapshot; asked once more if the server was lost on the way."""
@@ -164,4 +166,16 @@ class ServedRollout:
         self._served = name
 
 
-__all__ = ["ServedRollout"]
+def _tensors(scored: Scored) -> Following:
+    width = len(scored.top_ids[-1]) if scored.top_ids else 0
+    first = (0,) * width  # nothing precedes the first token
+    ids, likely = ([one or first for one in found] for found in (scored.top_ids, scored.top_logprobs))
+    shape = len(scored.logprobs), width
+    return Following(
+        torch.tensor(scored.logprobs),
+        torch.tensor(ids, dtype=torch.int64).view(shape),
+        torch.tensor(likely, dtype=torch.float32).view(shape),
+    )
+
+
+__all__ = ["MOST_LIKELY", "ServedRollout"]
