@@ -722,6 +722,25 @@ def test_text_that_a_template_leaves_out_of_an_answer_with_calls_is_an_error(mak
     assert dropping.render_sample(conversation) == dropping.render_sample(alone)
 
 
+WITH_QUESTION = MARKED.replace(
+    "{% for",
+    "{% if 'user' not in messages | map(attribute='role') %}{{ raise_exception('no question') }}{% endif %}"
+    "{% if add_generation_prompt and messages[-1].role == 'assistant' %}{{ raise_exception('answered') }}{% endif %}"
+    "{% for",
+    1,
+)
+
+
+@pytest.mark.parametrize("first", [[], [{"role": "system", "content": "be kind"}], [user("hi"), assistant("yes")]])
+def test_marked_answers_are_learnt_also_where_the_template_opens_none(make_tokenizer, first, caplog):
+    """An answer may be the first message, come before any question, or after another answer."""
+    renderer = Renderer(make_tokenizer(WITH_QUESTION))
+    greeting = "<think>\nhm\n</think>\nhello"
+    ids, mask = renderer.render_sample([*first, assistant(greeting), user("2?"), assistant("4")])
+    assert learnt(renderer, ids, mask)[-2:] == [f"{greeting}<|im_end|>", "4<|im_end|>"]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_two_answers_in_a_row_have_an_opening_between_them_also_where_that_ends_the_first(make_tokenizer, marked):
     """The end of the first one, which is no question's beginning there, is not learnt."""

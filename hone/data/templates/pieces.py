@@ -87,7 +87,10 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
     pieces = _cut_at_marks(template, text, messages, tools)
     last = max((of for _, of in pieces if of is not None), default=0)
     for of in {of for _, of in pieces if of is not None and of < last and _is_shortened_later(messages[of])}:
-        own = _cut_at_marks(template, text, messages[: of + 1], tools)
+        try:
+            own = _cut_at_marks(template, text, messages[: of + 1], tools)
+        except RenderingError:  # it needs a question, which comes later
+            continue
         (first, end), (start, stop) = _span(pieces, of), _span(own, of)
         if not any(piece.strip() for piece, other in pieces[first:end] if other is None):
             pieces[first:end] = own[start:stop]
@@ -154,7 +157,10 @@ def _as_opened(
     template renders for a finished answer: it opens a thought, or the turn goes on after the results of tools.
     """
     reached, before, answer = texts
-    opened = template.render(messages[:index], opening=True, tools=tools)
+    try:
+        opened = template.render(messages[:index], opening=True, tools=tools)
+    except RenderingError:  # no rollout begins there: before a question, or after another answer
+        return before, answer
     plain = _NUMBERED.sub("", reached)
     if not opened.startswith(plain):
         return before, answer  # the template rewrites earlier turns
