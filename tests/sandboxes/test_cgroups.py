@@ -13,6 +13,9 @@ from hone.sandboxes.kernel.cgroups import NAME, NoGroups, own_groups
 from hone.sandboxes.local import LocalSandboxes
 from tests.sandboxes.available import skip_without
 
+# of Python 3.12 and later, in a process of pytest that has threads; no child here takes a lock of theirs
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 PIPES = b"""
 import fcntl, os, time
 held, count = [], 0
