@@ -340,7 +340,7 @@ class VllmServer(EngineServer):
             await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
         _read_errors(self.name, checks)
         self._adapters[name] = checks[0]["number"], folder
-        return str(tried[0]["digest"])
+        return " and ".join(sorted({str(reply["digest"]) for reply in tried}))
 
     async def _receive_adapter(self, offer: dict[str, Any], timeout_s: float) -> list[WeightReceipt]:
         assert self.connection.folder is not None

@@ -122,13 +122,13 @@ class ServedRollout:
     async def _asked(self, name: str, ask: Callable[[], Awaitable[R]]) -> R:
         """The answer to a request for a snapshot; asked once more if the server was lost on the way."""
         for again in (True, False):
-            async with self._serving(name):
-                try:
+            try:
+                async with self._serving(name):
                     return await ask()
-                except (ReplicaLost, TimeoutError) as error:
-                    self._lost = True
-                    if not again or isinstance(error, TimeoutError):
-                        raise
+            except (ReplicaLost, TimeoutError) as error:
+                self._lost = True
+                if not again or isinstance(error, TimeoutError):
+                    raise
         raise AssertionError("unreachable")
 
     @asynccontextmanager
@@ -154,6 +154,7 @@ class ServedRollout:
         if name and snapshot is None:
             raise ValueError(f"the snapshot {name!r} is not served any more")
         if self._lost:
+            await self._server.close()  # it may have been lost, or hang, since the last look
             await self._server.start()
             self._lost = False
         self._served = None
