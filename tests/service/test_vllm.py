@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hone.models.settings import BuildConfig
+from hone.config import ConfigError
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.rollout.settings import RolloutConfig
 from hone.testing.training import save_model
+from hone.workers.tenants.served import ServedRollout
 from tests.families.checks import VLLM_PYTHON
 from tests.service.conftest import Client, Server
 from tests.service.test_service import DATUM, TEXT
@@ -103,6 +106,23 @@ def test_a_damaged_snapshot_is_refused_and_another_is_served_with_chosen_tokens_
     targets = {"dtype": "int64", "shape": [5, 1], "data": TEXT[1:]}
     _, message = client.sample(whole, 1, TEXT, target_prompt_logprobs=targets)
     assert np.abs(np.frombuffer(message.target_prompt_logprobs.dense, "<f4") - logprobs).max() < CLOSE
+
+
+def test_an_answer_that_fills_the_context_and_a_prompt_of_one_token_have_their_likely_tokens(client):
+    where, _ = taught(client, 7, 4, 0.02)
+    long = {"max_tokens": 1000, "stop": []}
+    (answer,), message = client.sample(where, 0, TEXT[:1], sampling_params=long, topk_sample_logprobs=2)
+    assert len(answer) == 254  # of 256 places one has the prompt, and one is for vLLM's token after what it scores
+    assert message.sequences[0].topk_sampled_logprobs.k == 2
+    _, message = client.sample(where, 1, TEXT[:1], topk_prompt_logprobs=2)
+    assert (message.topk_prompt_logprobs.k, message.topk_prompt_logprobs.length) == (2, 1)
+
+
+def test_a_rank_that_vllm_does_not_take_is_refused(tmp_path):
+    build = BuildConfig(hidden_size=64, layers=1, heads=2, head_size=32, mlp_size=64)
+    model = ModelConfig(path=str(save_model(build, tmp_path / "model")))
+    with pytest.raises(ConfigError, match="max_lora_rank=600: vLLM takes ranks up to 512"):
+        ServedRollout(model, RolloutConfig(backend="vllm"), "float32", 600, tmp_path)
 
 
 def snapshots(client):

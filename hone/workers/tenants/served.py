@@ -52,6 +52,9 @@ class ServedRollout:
                 "model.path to a folder, or rollout.backend=builtin"
             )
         skeleton: Any = empty_model(model, is_value_model=False)
+        adapter = AdapterKind(most_rank, model=str(skeleton.config.model_type))
+        if reason := engine.unfit_for_adapter(adapter):
+            raise ConfigError(f"training.max_lora_rank={most_rank}: {reason}; lower it, or set rollout.backend=builtin")
         self.vocabulary = int(skeleton.config.get_text_config().vocab_size)
         self.architecture = str(skeleton.config.model_type)
         self.layers = frozenset(part for path, _ in skeleton.named_modules() for part in path.split("."))
@@ -67,7 +70,7 @@ class ServedRollout:
             trust_remote_code=model.trust_remote_code,
             context=model.used.context,
             frozen=True,
-            adapter=AdapterKind(most_rank, model=self.architecture),
+            adapter=adapter,
         )
         self._server: Any = engine(spec)
         self._snapshots: dict[str, Snapshot] = {}
@@ -80,7 +83,7 @@ class ServedRollout:
 
     @property
     def longest(self) -> int:
-        return int(self._server.longest)
+        return int(self._server.longest) - 1  # it scores a sequence by sampling a token after it
 
     async def start(self) -> None:
         """Start the server. Raises ServerFailed with the last lines of its log."""
@@ -103,7 +106,8 @@ class ServedRollout:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `ServerAdapter.generate`; `sampling.adapter` is the name of a snapshot, empty: the base."""
-        plain = replace(request, sampling=replace(request.sampling, adapter=""))
+        most = min(request.sampling.max_tokens, max(1, self.longest - len(request.tokens)))
+        plain = replace(request, sampling=replace(request.sampling, adapter="", max_tokens=most))
         return await self._asked(request.sampling.adapter, lambda: self._server.generate(plain))
 
     async def score(self, name: str, sequence: tuple[int, ...], top_k: int = 0) -> Following:
@@ -117,7 +121,8 @@ class ServedRollout:
                 f"{top_k}: whole distributions are served with rollout.backend=builtin"
             )
         key = f"score-{secrets.token_hex(8)}"
-        return _tensors(await self._asked(name, lambda: self._server.score(key, sequence, top_k)))
+        scored = await self._asked(name, lambda: self._server.score(key, sequence, top_k))
+        return _tensors(scored, min(top_k, self.vocabulary))
 
     async def _asked(self, name: str, ask: Callable[[], Awaitable[R]]) -> R:
         """The answer to a request for a snapshot; asked once more if the server was lost on the way."""
@@ -167,8 +172,7 @@ class ServedRollout:
         self._served = name
 
 
-def _tensors(scored: Scored) -> Following:
-    width = len(scored.top_ids[-1]) if scored.top_ids else 0
+def _tensors(scored: Scored, width: int) -> Following:
     first = (0,) * width  # nothing precedes the first token
     ids, likely = ([one or first for one in found] for found in (scored.top_ids, scored.top_logprobs))
     shape = len(scored.logprobs), width
