@@ -21,6 +21,7 @@ import typer
 from hone.composition import ConfigError
 from hone.models.errors import ModelError
 from hone.outage import Outage
+from hone.processes.child import ServerFailed
 from hone.registry import CannotLoad, UnknownName
 from hone.tracking.base import FAILURE_FILE, printable
 
@@ -70,7 +71,7 @@ def report(error: BaseException, command: str = "") -> int:
     elif isinstance(error, BAD_INPUT) or (isinstance(error, FILE_ERRORS) and error.filename is not None):
         say(f"error: {one_line(error)}")
         code = EXIT_BAD_INPUT
-    elif isinstance(error, Outage):
+    elif isinstance(error, Outage | ServerFailed):
         say(f"error: {one_line(error)}")
         code = EXIT_FAILED
     else:

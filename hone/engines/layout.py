@@ -59,9 +59,9 @@ def on_host(batch: Batch) -> Batch:
 def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
     """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens.
 
-    Sequences of a group share their prompt in a micro-batch, so groups are divided only where that needs fewer, and
-    never with `whole_groups`, for losses that compare them. The cap counts shared tokens for each sequence. Raises
-    ValueError if a sequence, or a group that must stay whole, is longer.
+    Sequences of a group share their prompt, so they stay together unless that takes `_MORE` times as many
+    micro-batches, and always with `whole_groups`, for losses that compare them. The cap counts shared tokens for each
+    sequence. Raises ValueError if a sequence, or a group that must stay whole, is longer.
     """
     if whole_groups:
         return microbatches_of_groups(batch, max_tokens)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Basic, Mul, Pow, Product, Rational, Set, Symbol, factorial
+from sympy import Basic, Expr, Mul, Pow, Product, Rational, Set, Symbol, factorial
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from hone.rewards.answers.inequalities import solutions
@@ -225,7 +225,8 @@ def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
         return False
     if not verify(list(truth.parsed), list(found), timeout_seconds=None, allow_set_relation_comp=True):
         return False
-    if _cases(truth.parsed, found) != _cases(found, truth.parsed):
+    ours, theirs = _cases(truth.parsed, found), _cases(found, truth.parsed)
+    if ours != theirs and not (ours ^ theirs == {"c", "C"} and "C" in ours and _is_integral(truth.parsed)):
         return False
     pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
     return any(_same_size(one, other) for one, other in pairs) or not pairs
@@ -236,6 +237,12 @@ def _cases(parsed: tuple[Any, ...], other: tuple[Any, ...]) -> set[str]:
     shared = set.intersection(*({name for one in side for name in _variables(one)} for side in (parsed, other)))
     text = " ".join(one for one in parsed if isinstance(one, str))
     return {letter for letter in letters(text) if letter.lower() in shared}
+
+
+def _is_integral(parsed: tuple[Any, ...]) -> bool:
+    """Return whether `C` is only added to a formula: a constant of integration, for which people write `c`, too."""
+    formulas = [one for one in parsed if isinstance(one, Expr)]
+    return any(str(c) == "c" and c not in (one - c).free_symbols for one in formulas for c in one.free_symbols)
 
 
 def _variables(parsed: Any) -> set[str]:

@@ -88,6 +88,11 @@ def _check(rollout: Rollout, message: Sample, prompt: Sequence[int]) -> None:
             f"prompt_logprobs_last_n = {last} needs prompt_logprobs, and should be 1 to {len(prompt) - 1} (prompt - 1)"
         )
     whole = message.target_prompt_logprobs is not None or message.prompt_alt_tokens_k > 0
+    if whole and isinstance(rollout, ServedRollout) and rollout.vocabulary > MOST_LIKELY:
+        raise BadRequest(
+            "target_prompt_logprobs and prompt_alt_tokens_k need whole distributions, and the engine of this service "
+            f"returns {MOST_LIKELY} tokens at each place"
+        )
     if whole and len(prompt) * rollout.vocabulary > MOST_SCORES:
         raise BadRequest(
             f"target_prompt_logprobs and prompt_alt_tokens_k need the distribution at each of {len(prompt)} places "

@@ -93,9 +93,7 @@ class ServedRollout:
         await self._server.close()
 
     def open(self, name: str, snapshot: Snapshot) -> None:
-        """Serve a snapshot under a name, from now on. Raises WrongWeights for one of all weights."""
-        if not snapshot.adapter:
-            raise WrongWeights(f"{self._server.name} serves adapters only; set rollout.backend=builtin")
+        """Serve a snapshot under a name, from now on; requests for one of all weights fail."""
         self._snapshots[name] = snapshot
 
     def drop(self, name: str) -> None:
@@ -130,11 +128,22 @@ class ServedRollout:
             try:
                 async with self._serving(name):
                     return await ask()
-            except (ReplicaLost, TimeoutError) as error:
+            except ReplicaLost:
                 self._lost = True
-                if not again or isinstance(error, TimeoutError):
+                if not again:
                     raise
+            except TimeoutError:
+                self._lost = self._lost or not await self._answers()
+                raise
         raise AssertionError("unreachable")
+
+    async def _answers(self) -> bool:
+        """Whether the server still shows a sign of life, so that a late answer was late for its length."""
+        try:
+            await self._server.beat()
+        except (ReplicaLost, TimeoutError):
+            return False
+        return True
 
     @asynccontextmanager
     async def _serving(self, name: str) -> AsyncIterator[None]:
@@ -158,6 +167,8 @@ class ServedRollout:
         snapshot = self._snapshots.get(name)
         if name and snapshot is None:
             raise ValueError(f"the snapshot {name!r} is not served any more")
+        if snapshot is not None and not snapshot.adapter:
+            raise WrongWeights(f"{self._server.name} serves adapters, and this snapshot has all weights")
         if self._lost:
             await self._server.close()  # it may have been lost, or hang, since the last look
             await self._server.start()
