@@ -14,6 +14,8 @@ from hone.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, RunFa
 from hone.cli.main import COMMANDS, main
 from hone.composition import ConfigError
 from hone.models.errors import ModelError
+from hone.outage import Outage
+from hone.processes.child import ServerFailed
 from hone.registry import CannotLoad, UnknownName
 
 HONE = [sys.executable, "-m", "hone"]
@@ -104,6 +106,12 @@ def test_a_broken_plugin_is_warned_about_and_stops_nothing(tmp_path):
 def test_what_the_person_can_mend_is_bad_input(stated, capsys):
     assert report(stated("this is\nwrong")) == EXIT_BAD_INPUT
     assert capsys.readouterr().err == "error: this is wrong\n"
+
+
+@pytest.mark.parametrize("stated", [Outage, ServerFailed])
+def test_what_may_be_well_next_time_is_one_line_of_a_failed_command(stated, capsys):
+    assert report(stated("this\nended")) == EXIT_FAILED
+    assert capsys.readouterr().err == "error: this ended\n"
 
 
 def test_a_file_error_names_the_file(tmp_path, capsys):
