@@ -138,7 +138,7 @@ class ServedRollout:
         raise AssertionError("unreachable")
 
     async def _answers(self) -> bool:
-        """Whether the server still shows a sign of life, so that a late answer was late for its length."""
+        """Ask the server for a sign of life: with one, a late answer was late for its length."""
         try:
             await self._server.beat()
         except (ReplicaLost, TimeoutError):
