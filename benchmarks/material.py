@@ -5,8 +5,8 @@
 The two models that it builds have 10 M parameters and random weights, and decide by themselves how long their answers
 are: the logit of the end-of-sequence token is all but constant, so an answer goes on with the same probability after
 every token. In `model-uniform` that token never comes and every answer fills its limit; in `model-ragged` it comes once
-in `MEAN_RAGGED` tokens, which makes lengths geometric. Neither side is told anything about it: no flag, no patch, no
-forced length.
+in `MEAN_RAGGED` tokens, which makes lengths geometric. Both sides run unchanged, without flags, patches or
+forced lengths.
 
 `--pretrained` adds the model and the prompts of recipes/smollm2, which are fetched once (93 MB).
 

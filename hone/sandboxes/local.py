@@ -88,7 +88,7 @@ class LocalSandboxes:
         if self._tree is not None:
             await asyncio.to_thread(_end, self._tree)
         if self._groups.folders:
-            await asyncio.to_thread(self._groups.remove)  # those of a parent that was killed
+            await asyncio.to_thread(self._groups.remove)  # a killed parent leaves its groups
         if self._folder:
             await asyncio.to_thread(remove_folder, self._folder)
         self._tree = None

@@ -93,7 +93,7 @@ def trained(folder, lora):
 
 
 def require_float32(found, export, lora):
-    """What stays in float32 has float32's precision in every form, and is the same in all; returns what was learnt."""
+    """Check that float32 parameters are unrounded and equal in every form; return what was learnt."""
     sent = {name.removeprefix("sent "): one for name, one in found.items() if name.startswith("sent ")}
     wide = [name for name in sorted(sent) if sent[name].dtype == torch.float32]
     assert wide

@@ -128,7 +128,7 @@ def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_stay(p
 
 
 def test_memory_of_the_kernel_counts(parents):
-    """What is in pipes belongs to no process: the kernel's limit of 64 MiB for a user is larger than this program's."""
+    """Fill pipes, whose content belongs to no process; the kernel lets a user have 64 MiB, which is over the limit."""
     group = own_groups()
     program = group.of("pipes")
     program.make()

@@ -81,7 +81,7 @@ def has_numbers_and_names(text: str) -> bool:
 
 
 def letters(formula: str) -> set[str]:
-    """The letters in a formula without those of its commands and words.
+    """Return the letters in a formula that are neither in a command nor in a word.
 
     >>> sorted(letters(r"\\frac{X}{x}\\text{ cm}"))
     ['X', 'x']

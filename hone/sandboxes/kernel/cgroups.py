@@ -88,7 +88,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The group of a warm parent, and those of its programs."""
+    """The group of a warm parent, which holds one group for each program."""
 
     own: Group
 
@@ -101,7 +101,7 @@ class Groups:
 
 
 def own_groups() -> Groups:
-    """Make a group for the programs of this process, and remove those of processes that have died. Raises NoGroups."""
+    """Make a group for the programs of this process, and remove the groups of dead processes. Raises NoGroups."""
     reasons = []
     for version, parents in _candidates():
         _remove_leftovers(version, parents)
