@@ -1,11 +1,11 @@
-"""`hone serve` beside the same training in one process, and the most that tenants could gain by sharing a batch.
+"""`hone serve` beside the same training in one process, and what adapters gain by sharing a forward.
 
     python benchmarks/service.py overhead      a step of 8,192 tokens, in turns: in process, and through the service
-    python benchmarks/service.py sharing       eight small batches one by one, and as one batch
+    python benchmarks/service.py sharing       small batches of eight adapters one by one, and in one forward
 
 `overhead`: both train the same adapter on the same data with one thread. The service also writes the command, its
-result and the model's state to disk, which a step in process does not. `sharing`: one set of weights, so no kernel for
-several adapters could be faster than this.
+result and the model's state to disk, which a step in process does not. `sharing`: adapters of ranks 1 to 16, as with
+`training.share_forwards`; forward and backward without the service.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.service.protocol.data import pack_request
 from hone.service.protocol.wire import read_training
+from hone.workers.tenants.shared_forward import SharedForward
 from hone.workers.tenants.training import AdamStep, Base, TenantModel
+from hone.workers.tenants.work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "plugins" / "tinker"))
@@ -56,9 +58,13 @@ def opened() -> TenantModel:
     return Base(ModelConfig(build=BuildConfig(**BUILD)), engine).open(LoraConfig(rank=RANK, alpha=ALPHA, seed=1))
 
 
+def packed(body: bytes) -> Work:
+    return pack_request(read_training(body, 1 << 26), len(BuildConfig(**BUILD).characters) + 8, LONGEST)
+
+
 def train(model: TenantModel, body: bytes) -> None:
     """Forward and backward of a request, as the service does it."""
-    work = pack_request(read_training(body, 1 << 26), len(BuildConfig(**BUILD).characters) + 8, LONGEST)
+    work = packed(body)
     model.forward_backward(work.batch, work.loss)
 
 
@@ -124,20 +130,25 @@ def overhead(pairs: int, tokens: int) -> None:
     said(f"through the service, {tokens} tokens a step", times["there"], times["here"])
 
 
-def sharing(pairs: int, tenants: int = 8) -> None:
-    model = opened()
+def sharing(pairs: int, path: str | None) -> None:
+    model = ModelConfig(path=path) if path else ModelConfig(build=BuildConfig(**BUILD))
+    base = Base(model, EngineConfig(compute_dtype="auto" if path else "float32", max_tokens_per_microbatch=LONGEST))
+    shared = SharedForward(base)
+    models = [base.open(LoraConfig(rank=rank, alpha=ALPHA, seed=rank)) for rank in (1, 2, 4, 6, 8, 10, 12, 16)]
     for tokens in (32, 128, 512):
         apart, joined = [], []
         for pair in range(pairs + 1):
-            bodies = [request("x", 1 + number, tokens, min(tokens, LENGTH)) for number in range(tenants)]
-            whole = request("x", 1, tokens * tenants, min(tokens, LENGTH))
-            one_by_one = seconds(lambda bodies=bodies: [train(model, body) for body in bodies])  # type: ignore[misc]
-            at_once = seconds(lambda whole=whole: train(model, whole))  # type: ignore[misc]
-            model.clear_gradients()
+            bodies = [request("x", 1 + number, tokens, min(tokens, LENGTH)) for number in range(len(models))]
+            works = [(one, packed(body)) for one, body in zip(models, bodies, strict=True)]
+            again = [(one, packed(body)) for one, body in zip(models, bodies, strict=True)]
+            one_by_one = seconds(lambda works=works: [one.forward_backward(w.batch, w.loss) for one, w in works])  # type: ignore[misc]
+            at_once = seconds(lambda again=again: shared.train(again))  # type: ignore[misc]
+            for one in models:
+                one.clear_gradients()
             if pair:
                 apart.append(one_by_one)
                 joined.append(at_once)
-        said(f"{tenants} x {tokens} tokens one by one, beside one batch", apart, joined)
+        said(f"8 adapters x {tokens} tokens one by one, beside one forward", apart, joined)
 
 
 def main() -> None:
@@ -145,12 +156,13 @@ def main() -> None:
     parser.add_argument("what", choices=("overhead", "sharing"))
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--model", help="of `sharing`, instead of a built one of 0.8 M parameters")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.what == "overhead":
         overhead(chosen.pairs, chosen.tokens)
     else:
-        sharing(chosen.pairs)
+        sharing(chosen.pairs, chosen.model)
 
 
 if __name__ == "__main__":

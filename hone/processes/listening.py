@@ -12,9 +12,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -88,6 +90,17 @@ def bounded(refusals: Refusals, most: Callable[[], int], head_s: float = HEAD_S)
     return Bounded
 
 
+class LoopServer(uvicorn.Server):
+    """uvicorn's server on an event loop that is not its own; it leaves signals to its caller."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        self.should_exit = True
+
+
 async def read_body(request: Request, most: int, timeout_s: float = BODY_S) -> bytes:
     """The body of a request. Raises BodyRefused before more than `most` bytes are held, or after the deadline."""
     announced = request.headers.get("content-length", "")
@@ -105,4 +118,4 @@ async def read_body(request: Request, most: int, timeout_s: float = BODY_S) -> b
     return bytes(found)
 
 
-__all__ = ["BodyRefused", "Refusals", "bounded", "read_body"]
+__all__ = ["BodyRefused", "LoopServer", "Refusals", "bounded", "read_body"]

@@ -9,27 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.config import ConfigError
-from hone.engines.settings import LoraConfig
 from hone.models.errors import ModelError
 from hone.service.disk.checkpoints import EXTERNAL, SAMPLING, STATE, Checkpoints, Saving, flush
 from hone.service.disk.registry import NOBODY, Checkpoint, CommandRow, Key, Model, SnapshotRow
 from hone.service.futures import JSON, PROTOBUF, Outcome
+from hone.service.models import TRAIN, Models
 from hone.service.protocol import messages
-from hone.service.protocol.data import Work, pack_request
 from hone.service.protocol.refusals import BadRequest, Refused
 from hone.service.protocol.wire import TrainingRequest, read_training
 from hone.service.shared import Shared
 from hone.workers.tenants.training import AdamStep
+from hone.workers.tenants.work import Work
 
 LOG = logging.getLogger(__name__)
-ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "self_attention")
-MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+R = TypeVar("R")
 
 
 def _nothing() -> None:
@@ -46,19 +45,27 @@ class Done:
     replays: bool = False  # whether its content is needed to take the model up again
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A command whose turn it is."""
+
+    model: Model
+    command: CommandRow
+    parsed: TrainingRequest | None  # of a training command that came since the start
+
+
 def reply(kind: str, **fields: Any) -> Outcome:
     """A JSON result."""
     return Outcome(json.dumps({"type": kind, **fields}).encode(), JSON)
 
 
 class Commands:
-    """Runs commands, one at a time."""
+    """Runs commands."""
 
-    def __init__(self, shared: Shared, checkpoints: Checkpoints, retire: Callable[[str], None]) -> None:
+    def __init__(self, shared: Shared, checkpoints: Checkpoints, models: Models, retire: Callable[[str], None]) -> None:
         """`retire` is called with the folder of a snapshot that is replaced, for the rollout to forget it."""
         self._shared, self._registry, self._machine = shared, shared.registry, shared.machine
-        self._checkpoints, self._retire_in_rollout = checkpoints, retire
-        self._broken: dict[str, str] = {}  # model -> why its gradients since the last step cannot be used
+        self._checkpoints, self._models, self._retire_in_rollout = checkpoints, models, retire
         self._verbs: dict[str, Callable[[Model, CommandRow], Awaitable[Done]]] = {
             "create": self._create,
             "load_new": self._load_new,
@@ -69,111 +76,61 @@ class Commands:
             "load_weights": self._load_weights,
         }
 
-    async def outcome(self, model: Model, command: CommandRow, parsed: TrainingRequest | None) -> Done:
-        """Run a command; every failure becomes its result."""
+    async def outcomes(self, turns: Sequence[Turn]) -> list[Done]:
+        """Run one command, or training commands of several models as far as they can share a forward.
+
+        Every failure becomes a result.
+        """
+        if len(turns) == 1:
+            return [await self._settled(turns[0], self._run)]
+        prepared = [await self._settled(turn, self._prepared) for turn in turns]
+        ready = [(turn, one) for turn, one in zip(turns, prepared, strict=True) if isinstance(one, Work)]
+        try:
+            works = [(turn.model.id, work) for turn, work in ready]
+            bodies = iter(await self._machine.call(self._machine.train_together, works))
+        except Exception:
+            LOG.exception("a forward of %d models failed: their commands run one by one", len(ready))
+            for turn, _ in ready:
+                await self._models.close(turn.model.id)  # some of the gradients may have been added
+            return [
+                await self._settled(turn, self._run) if isinstance(one, Work) else one
+                for turn, one in zip(turns, prepared, strict=True)
+            ]
+        return [
+            one if isinstance(one, Done) else Done(Outcome(next(bodies), PROTOBUF), replays=True) for one in prepared
+        ]
+
+    async def _settled(self, turn: Turn, run: Callable[[Turn], Awaitable[R]]) -> R | Done:
+        """The result of `run`, or of its failure."""
+        model, command = turn.model, turn.command
         try:
             if command.kind not in ("create", "load_new"):
-                await self._ensure_open(model, command)
-            if command.kind == "train":
-                return await self._train(model, command, parsed)
-            return await self._verbs[command.kind](model, command)
+                await self._models.ensure_open(model, command)
+            return await run(turn)
         except (Refused, ConfigError, ValueError, ModelError) as error:
             refused = error if isinstance(error, Refused) else BadRequest(str(error))
             found = Outcome.failed(refused)
             if command.kind == "optim_step" and model.id in self._machine.models:
-                self._broken.pop(model.id, None)
-                await self._machine.call(self._machine.clear_gradients, model.id)  # as every step that fails
+                await self._models.drop_gradients(model.id)  # as every step that fails
         except Exception as error:
             LOG.exception("command %s of %s failed", command.number, model.id)
             found = Outcome.failed(error)
-            await self.close(model.id)  # memory may be ahead of the disk: the next command takes up what is there
-        if command.kind == "train":
-            self._broken.setdefault(model.id, f"forward_backward (seq_id {command.number}) failed: {found.error}")
+            await self._models.close(model.id)  # ahead of the disk: the next command takes up what is there
+        if command.kind == TRAIN:
+            self._models.note_failure(model.id, command.number, found.error)
         return Done(found)
 
-    async def close(self, model_id: str) -> None:
-        """Give back a model's memory."""
-        self._broken.pop(model_id, None)
-        await self._machine.call(self._machine.close, model_id)
-
-    # ------------------------------------------------------------------------------------------------- opening
-
-    def _lora(self, model: Model) -> LoraConfig | None:
-        """The adapter of a model. Raises BadRequest for one that is not served."""
-        asked, training = model.lora_config, self._shared.config.training
-        if asked is None:
-            if not training.whole_weights:
-                raise BadRequest(
-                    "a model without lora_config trains all weights, which needs training.whole_weights=true here"
-                )
-            return None
-        rank = int(asked["rank"])
-        if rank > training.max_lora_rank:
-            raise BadRequest(f"lora_config.rank = {rank}: at most {training.max_lora_rank} is served here")
-        wanted = (*(ATTENTION if asked["train_attn"] else ()), *(MLP if asked["train_mlp"] else ()))
-        if not wanted:
-            raise BadRequest(
-                "lora_config trains the unembedding alone, which gets no adapter here; set train_mlp or train_attn"
-            )
-        targets: Any = "all-linear"
-        if not (asked["train_attn"] and asked["train_mlp"]):
-            targets = tuple(part for part in wanted if part in self._machine.rollout.layers)
-            if not targets:
-                raise BadRequest(f"{self._shared.base_name} has no layers of these names: {', '.join(wanted)}")
-        return LoraConfig(rank=rank, alpha=training.lora_alpha, seed=model.seed, targets=targets)
-
-    async def _ensure_open(self, model: Model, command: CommandRow) -> None:
-        """Take a model up again after a restart: its last state, then the gradients that were added since."""
-        if model.id in self._machine.models:
-            return
-        first = self._registry.one(CommandRow, "model = ? AND number = 0", (model.id,))
-        if first is not None and first.error:
-            raise BadRequest(f"the model could not be made: {first.error}")
-        try:
-            await self._machine.call(self._machine.open, model.id, self._lora(model))
-            await self._take_up(model, command)
-        except BaseException:
-            await self.close(model.id)  # or the next command would train weights that are not the model's
-            raise
-
-    async def _take_up(self, model: Model, command: CommandRow) -> None:
-        if model.state_folder:
-            folder = self._checkpoints.folder_named(model.state_folder)
-            await self._machine.call(self._machine.load, model.id, folder, True)
-        since = self._registry.find(
-            CommandRow,
-            "model = ? AND number > ? AND number < ? ORDER BY number",
-            (model.id, model.state_after, command.number),
-        )
-        for one in since:
-            if one.kind == "train" and one.error:
-                self._broken.setdefault(model.id, f"forward_backward (seq_id {one.number}) failed: {one.error}")
-            elif one.kind == "train" and one.body is not None:
-                request = read_training(one.body, self._shared.config.limits.dense_elements)
-                if not request.forward_only:
-                    await self._machine.call(self._machine.train, model.id, self._packed(request), False)
-            elif one.kind == "optim_step":  # one that failed: the later ones are in the state
-                self._broken.pop(model.id, None)
-                await self._machine.call(self._machine.clear_gradients, model.id)
-
-    async def _state(self, model: Model, number: int) -> tuple[Model, Callable[[], None]]:
-        """Write the state of a model after a command; returns the new row, and what removes the state before."""
-        folder = self._checkpoints.new_folder()
-        await self._machine.call(self._machine.save, model.id, folder)
-        return replace(model, state_after=number, state_folder=folder.name), lambda: self._checkpoints.discard(
-            model.state_folder
-        )
-
-    def _keep_state(self, row: Model) -> None:
-        self._registry.put(row)
-        self._registry.change(CommandRow, "body = NULL", "model = ? AND number <= ?", (row.id, row.state_after))
+    async def _run(self, turn: Turn) -> Done:
+        if turn.command.kind == TRAIN:
+            return await self._train(turn)
+        return await self._verbs[turn.command.kind](turn.model, turn.command)
 
     # ---------------------------------------------------------------------------------------------- the commands
 
     async def _create(self, model: Model, command: CommandRow) -> Done:
         message = messages.read(messages.CreateModel, json.loads(command.body or b""))
         self._shared.check_base(message.base_model)
-        await self._machine.call(self._machine.open, model.id, self._lora(model))
+        await self._models.open(model)
         return Done(reply("create_model", model_id=model.id))
 
     async def _load_new(self, model: Model, command: CommandRow) -> Done:
@@ -181,7 +138,7 @@ class Commands:
         self._shared.check_base(message.base_model)
         checkpoint = self._checkpoints.find(model.tenant, message.path, (STATE,))
         row = replace(model, lora=checkpoint.lora)
-        await self._machine.call(self._machine.open, model.id, self._lora(row))
+        await self._models.open(row)
         return await self._loaded(row, command, checkpoint, message.optimizer)
 
     async def _load_weights(self, model: Model, command: CommandRow) -> Done:
@@ -191,36 +148,37 @@ class Commands:
 
     async def _loaded(self, model: Model, command: CommandRow, checkpoint: Checkpoint, optimizer: bool) -> Done:
         folder = self._checkpoints.folder_of(checkpoint)
-        await self._machine.call(self._machine.load, model.id, folder, optimizer)
-        self._broken.pop(model.id, None)
-        row, after = await self._state(model, command.number)
+        await self._models.load(model, folder, optimizer)
+        state = await self._models.write_state(model, command.number)
         found = reply("load_weights", path=checkpoint.path, model_id=model.id)
-        return Done(found, lambda: self._keep_state(row), after)
+        return Done(found, state.commit, state.after)
 
-    def _packed(self, request: TrainingRequest) -> Work:
-        longest = self._shared.config.training.max_tokens_per_microbatch
-        return pack_request(request, self._machine.rollout.vocabulary, longest)
+    async def _prepared(self, turn: Turn) -> Work:
+        work = await asyncio.to_thread(self._models.packed, await self._request(turn))
+        self._shared.quotas.spend(turn.model.tenant, work.batch.num_tokens)
+        return work
 
-    async def _train(self, model: Model, command: CommandRow, parsed: TrainingRequest | None) -> Done:
-        if parsed is None:
-            parsed = await asyncio.to_thread(
-                read_training, command.body or b"", self._shared.config.limits.dense_elements
-            )
-        work = await asyncio.to_thread(self._packed, parsed)
-        self._shared.quotas.spend(model.tenant, work.batch.num_tokens)
-        body = await self._machine.call(self._machine.train, model.id, work, parsed.forward_only)
-        return Done(Outcome(body, PROTOBUF), replays=not parsed.forward_only)
+    async def _request(self, turn: Turn) -> TrainingRequest:
+        if turn.parsed is not None:
+            return turn.parsed
+        most = self._shared.config.limits.dense_elements
+        return await asyncio.to_thread(read_training, turn.command.body or b"", most)
+
+    async def _train(self, turn: Turn) -> Done:
+        request = await self._request(turn)
+        work = await self._prepared(replace(turn, parsed=request))
+        body = await self._machine.call(self._machine.train, turn.model.id, work, request.forward_only)
+        return Done(Outcome(body, PROTOBUF), replays=not request.forward_only)
 
     async def _optim_step(self, model: Model, command: CommandRow) -> Done:
         adam = messages.read(messages.OptimStep, json.loads(command.body or b"")).adam_params or messages.AdamParams()
-        if (broken := self._broken.pop(model.id, None)) is not None:
-            await self._machine.call(self._machine.clear_gradients, model.id)
+        if (broken := await self._models.take_failure(model.id)) is not None:
             raise BadRequest(f"no step was made, and the gradients since the last one were dropped, because {broken}")
         step = AdamStep(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm)
         found = await self._machine.call(self._machine.step, model.id, step)
-        row, after = await self._state(model, command.number)
+        state = await self._models.write_state(model, command.number)
         metrics = {"skipped:sum": found["skipped"]} | ({"grad_norm:mean": found["norm"]} if "norm" in found else {})
-        return Done(reply("optim_step", metrics=metrics), lambda: self._keep_state(row), after)
+        return Done(reply("optim_step", metrics=metrics), state.commit, state.after)
 
     async def _complete(self, model: Model, saving: Saving, folder: Path, digest: str = "") -> Checkpoint:
         """The row of files that are written. Raises BadRequest, without them, if the tenant has no room for them."""

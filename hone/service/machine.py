@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.service.protocol.data import Work
 from hone.service.protocol.wire import training_reply
 from hone.service.settings import ServeConfig
 from hone.workers.tenants.sampling import SnapshotRollout
 from hone.workers.tenants.served import ServedRollout
+from hone.workers.tenants.shared_forward import SharedForward
 from hone.workers.tenants.training import AdamStep, Base, Snapshot, TenantModel
+from hone.workers.tenants.work import Work
 
 R = TypeVar("R")
 STOP_S = 10.0
@@ -57,6 +59,7 @@ class Machine:
             logprob_chunk_tokens=training.logprob_chunk_tokens,
         )
         self.base = Base(model, engine)
+        self._shared = SharedForward(self.base) if training.share_forwards else None
         self.tokenizer = load_tokenizer(model)
         self.rollout = self._rollout()
 
@@ -117,7 +120,13 @@ class Machine:
             work.loss(model.forward(work.batch, work.loss.needs), work.batch)
         else:
             model.forward_backward(work.batch, work.loss)
-        return training_reply(work.split(), {"loss:sum": work.loss.sum})
+        return _reply(work)
+
+    def train_together(self, works: Sequence[tuple[str, Work]]) -> list[bytes]:
+        """Forward and backward of commands, in one as far as their losses allow; returns their replies."""
+        assert self._shared is not None
+        counts = self._shared.train([(self.models[model_id], work) for model_id, work in works])
+        return [_reply(work, {"models_in_forward:mean": count}) for (_, work), count in zip(works, counts, strict=True)]
 
     def step(self, model_id: str, step: AdamStep) -> dict[str, float]:
         return self.models[model_id].step(step)
@@ -136,3 +145,7 @@ class Machine:
 
     def export(self, model_id: str, folder: Path) -> None:
         self.models[model_id].export(folder)
+
+
+def _reply(work: Work, metrics: Mapping[str, float] = MappingProxyType({})) -> bytes:
+    return training_reply(work.split(), {"loss:sum": work.loss.sum, **metrics})

@@ -2,8 +2,8 @@
 
     asample --Futures--> queue of its snapshot --turns between snapshots--> Machine.rollout --> SampleResponse
 
-The rollout has one snapshot in its weights at a time. A snapshot keeps its turn while it has requests, up to `TURN`
-samples if others wait; within it, tenants take turns.
+The built-in engine has one snapshot in its weights at a time, and a server some (`at_once`). A snapshot keeps its place
+while it has requests, up to `TURN` samples if others wait; within it, tenants take turns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hone.schedule.lanes import Shifts, Turns
 from hone.service.disk.checkpoints import SAMPLING, Checkpoints
 from hone.service.disk.registry import Key, SnapshotRow
 from hone.service.futures import PROTOBUF, Outcome
-from hone.service.order import Turns
 from hone.service.protocol.messages import CreateSamplingSession, Sample
 from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound, Refused
 from hone.service.protocol.wire import sampling_reply
@@ -51,9 +51,8 @@ class Sampling:
         self._shared, self._registry, self._futures = shared, shared.registry, shared.futures
         self._checkpoints, self._rollout = checkpoints, shared.machine.rollout
         self._queues: dict[str, dict[str, deque[Job]]] = {}  # snapshot -> tenant -> requests
-        self._snapshots = Turns()
+        self._shifts = Shifts(self._rollout.at_once, TURN)  # of snapshots
         self._tenants = Turns()
-        self._current, self._served = "", 0  # the snapshot whose turn it is, and samples of this turn
         self._running: dict[asyncio.Task[None], Job] = {}
         self._samples = 0  # that run
         self._wake = asyncio.Event()
@@ -94,7 +93,7 @@ class Sampling:
 
     def retire(self, folder: str) -> None:
         """Let the rollout forget the snapshot in a folder."""
-        self._snapshots = self._snapshots.without(folder)
+        self._shifts = self._shifts.without(folder)
         self._shared.machine.drop(folder)
 
     def _opened(self, row: SnapshotRow) -> str:
@@ -181,7 +180,6 @@ class Sampling:
                     await self._wake.wait()
                     continue
                 self._samples += job.samples
-                self._served += job.samples
                 task = asyncio.create_task(job.work(), name="sample")
                 self._running[task] = job
                 task.add_done_callback(self._ended)
@@ -191,22 +189,20 @@ class Sampling:
 
     def _next(self) -> Job | None:
         """The request that may run now; None: none may."""
-        waiting = {name for name, jobs in self._queues.items() if any(jobs.values())}
-        if not waiting or self._samples >= AT_ONCE:
+        if self._samples >= AT_ONCE:
             return None
-        others = waiting - {self._current}
-        if self._current not in waiting or (others and self._served >= TURN):
-            if self._running or not (others or waiting):
-                return None
-            self._snapshots, chosen = self._snapshots.pick(others or waiting)
-            assert chosen is not None
-            self._current, self._served = chosen, 0
-        jobs = self._queues[self._current]
+        self._shifts, snapshot = self._shifts.pick(
+            self._queues.keys(), {one.snapshot for one in self._running.values()}
+        )
+        if snapshot is None:
+            return None
+        jobs = self._queues[snapshot]
         self._tenants, tenant = self._tenants.pick([name for name, queue in jobs.items() if queue])
         assert tenant is not None
         job = jobs[tenant].popleft()
         if not any(jobs.values()):
-            del self._queues[self._current]
+            del self._queues[snapshot]
+        self._shifts = self._shifts.count(snapshot, job.samples)
         return job
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hone.service.protocol.messages import Sample, SamplingParameters, TensorData
 from hone.service.protocol.refusals import BadRequest
-from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence
+from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence, filled
 from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
 from hone.workers.tenants.sampling import SnapshotRollout
+from hone.workers.tenants.scores import drawn, whole
 from hone.workers.tenants.served import MOST_LIKELY, ServedRollout
 
 MOST_SCORES = 1 << 26  # numbers of the distributions that one request may need whole
@@ -44,14 +44,16 @@ async def answer(rollout: Rollout, snapshot: str, message: Sample, seed: int, re
     logprobs = scores.logprobs.float().cpu().numpy().copy()
     logprobs[:skipped] = np.nan
     ids, values = scores.top_ids.cpu().numpy(), scores.top_logprobs.float().cpu().numpy()
-    every = _every(ids, values) if wants_all else None
+    every = whole(ids, values) if wants_all else None
     targets = message.target_prompt_logprobs
     return Sampled(
         sequences,
         logprobs if message.prompt_logprobs else None,
         _likely(ids, values, message.topk_prompt_logprobs, skipped) if message.topk_prompt_logprobs else None,
         None if targets is None or every is None else _targets(targets, every),
-        None if not message.prompt_alt_tokens_k or every is None else _drawn(every, message, seed),
+        None
+        if not message.prompt_alt_tokens_k or every is None
+        else drawn(every, message.prompt_alt_tokens_k, message.sampling_params.temperature or 1.0, seed),
     )
 
 
@@ -118,13 +120,6 @@ def _likely(ids: NDArray[np.int64], values: NDArray[np.float32], top_k: int, ski
     return first, likely
 
 
-def _every(ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[len - 1, V]: the log-prob of each token at each place but the first."""
-    found = np.empty((len(ids) - 1, ids.shape[1]), np.float32)
-    np.put_along_axis(found, ids[1:], values[1:], 1)
-    return found
-
-
 def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.float32]:
     shape = targets.shape or []
     if targets.dtype != "int64" or len(shape) != 2 or shape[0] != len(every):
@@ -136,12 +131,10 @@ def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.floa
     wanted = np.full(shape, -1, np.int64)
     data = np.asarray(targets.data, np.int64)
     if targets.sparse_crow_indices is not None:
-        counts = np.diff(targets.sparse_crow_indices)
-        columns = np.asarray(targets.sparse_col_indices or [], np.int64)
-        fits = len(counts) == shape[0] and counts.sum() == len(data) == len(columns)
-        if not fits or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
-            raise BadRequest("target_prompt_logprobs is no valid CSR tensor")
-        wanted[np.repeat(np.arange(shape[0]), counts), columns] = data
+        rows, columns = (
+            np.asarray(one, np.int64) for one in (targets.sparse_crow_indices, targets.sparse_col_indices or [])
+        )
+        filled(wanted, rows, columns, data, "target_prompt_logprobs")
     elif data.size == wanted.size:
         wanted = data.reshape(shape)
     else:
@@ -150,12 +143,3 @@ def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.floa
         raise BadRequest(f"target_prompt_logprobs: ids are from 0 to {every.shape[1] - 1}, and -1 asks for nothing")
     found = np.take_along_axis(every, np.maximum(wanted, 0), 1)
     return np.where(wanted < 0, np.float32(0), found)
-
-
-def _drawn(every: NDArray[np.float32], message: Sample, seed: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens drawn at each place from the distribution at the request's temperature, and their log-probs there."""
-    temperature = message.sampling_params.temperature or 1.0
-    scores = torch.log_softmax(torch.from_numpy(every) / temperature, -1)
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
-    ids = torch.multinomial(scores.exp(), message.prompt_alt_tokens_k, replacement=True, generator=generator)
-    return ids.numpy(), scores.gather(1, ids).numpy()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import uvicorn
 
-from hone.processes.listening import Refusals, bounded
+from hone.processes.listening import LoopServer, Refusals, bounded
 from hone.service.answers import Answers
 from hone.service.app import ServiceApp
 from hone.service.disk.keys import add_key
@@ -69,7 +68,7 @@ def _settings(config: ServeConfig, service: Service) -> uvicorn.Config:
 
 
 async def _listen(settings: uvicorn.Config, service: Service, listener: socket.socket) -> None:
-    server = _Server(settings)
+    server = LoopServer(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end)
@@ -77,14 +76,3 @@ async def _listen(settings: uvicorn.Config, service: Service, listener: socket.s
     await server.serve([listener])
     if (error := service.failed()) is not None:
         raise error
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to its caller."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def end(self) -> None:
-        self.should_exit = True

@@ -18,6 +18,7 @@ from hone.service.disk.keys import tenant_of
 from hone.service.disk.registry import REGISTRY_FILE, Checkpoint, Key, Model, Registry, Session, SnapshotRow
 from hone.service.futures import Futures
 from hone.service.machine import Machine
+from hone.service.models import Models
 from hone.service.protocol import messages
 from hone.service.protocol.refusals import Gone, NotFound
 from hone.service.quotas import Quotas
@@ -61,8 +62,9 @@ class Service:
         if orphans := self.checkpoints.remove_orphans():
             LOG.warning("removed %d unfinished checkpoints of a process that was killed", len(orphans))
         self.sampling = Sampling(self.shared, self.checkpoints)
-        commands = Commands(self.shared, self.checkpoints, self.sampling.retire)
-        self.training = Training(self.shared, self.checkpoints, commands)
+        models = Models(self.shared, self.checkpoints)
+        commands = Commands(self.shared, self.checkpoints, models, self.sampling.retire)
+        self.training = Training(self.shared, self.checkpoints, models, commands)
         self.training.restore()
         self._seen: dict[str, float] = {}
         for one in registry.find(Session, "ended != '' AND id IN (SELECT session FROM models WHERE closed = 0)"):

@@ -1,7 +1,7 @@
 """Models in training: their commands arrive, wait for their turn, run, and leave a result.
 
-    submit --registry--> Lane (order) --ready--> `run`, one command at a time, tenants in turn --> Machine --> result
-                                                                                                     '-- Futures
+    submit --registry--> Lane (order) --ready--> `run`, a model's commands one by one, tenants in turn --> Machine
+                                                                                                 result --> Futures
 
 A command is in the registry before its client hears of it, and so is its result. After an optimizer step the model's
 state is written; if the process is killed, it starts from there and repeats the commands since, so the model ends with
@@ -14,23 +14,31 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from hone.service.commands import Commands, Done
+from hone.schedule.lanes import Lane, NestedTurns, Verdict
+from hone.service.commands import Commands, Done, Turn
 from hone.service.disk.checkpoints import Checkpoints
 from hone.service.disk.registry import Checkpoint, CommandRow, Key, Model, Session
 from hone.service.futures import Outcome
-from hone.service.order import Lane, Turns, Verdict
+from hone.service.models import TRAIN, Models
 from hone.service.protocol.messages import CreateModel, LoadWeights
-from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound
+from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound, Refused
 from hone.service.protocol.wire import TrainingRequest
 from hone.service.shared import Shared
 
 REMEMBERED = 256  # ended commands of a model whose repetition is recognised
 HELD_S = 1.0  # between two looks at whether a tenant may go on
-TRAIN, CREATE = "train", "create"
+CREATE = "create"
+REFUSED: dict[Verdict, tuple[type[Refused], str]] = {
+    Verdict.CONFLICT: (BadRequest, "was used for another request"),
+    Verdict.LATE: (Gone, "is over: it was given up, or its result is kept no more"),
+    Verdict.CLOSED: (Gone, "came after the end of its session"),
+    Verdict.FULL: (Busy, "is too far ahead of what runs"),
+}
 
 
 @dataclass(slots=True)
@@ -45,12 +53,11 @@ class _Open:
 class Training:
     """All models of the service. Its methods run on HTTP's event loop."""
 
-    def __init__(self, shared: Shared, checkpoints: Checkpoints, commands: Commands) -> None:
+    def __init__(self, shared: Shared, checkpoints: Checkpoints, models: Models, commands: Commands) -> None:
         self._shared, self._registry, self._futures = shared, shared.registry, shared.futures
-        self._checkpoints, self._commands = checkpoints, commands
+        self._checkpoints, self._opened, self._commands = checkpoints, models, commands
         self._models: dict[str, _Open] = {}
-        self._tenants = Turns()
-        self._turns: dict[str, Turns] = {}  # of the models of each tenant
+        self._turns = NestedTurns()  # of tenants, and of the models of each
         self._wake = asyncio.Event()
         self.parsed: dict[str, TrainingRequest] = {}  # of commands that wait, by request id
 
@@ -103,14 +110,9 @@ class Training:
         digest = digest or sha256(kind.encode() + b" " + body).hexdigest()
         request_id = f"{model_id}:{number}"
         lane, verdict = found.lane.offer(number, digest)
-        if verdict is Verdict.CONFLICT:
-            raise BadRequest(f"seq_id {number} of {model_id} was used for another request")
-        if verdict is Verdict.LATE:
-            raise Gone(f"seq_id {number} of {model_id} is over: it was given up, or its result is kept no more")
-        if verdict is Verdict.CLOSED:
-            raise Gone(f"the session of {model_id} has ended")
-        if verdict is Verdict.FULL:
-            raise Busy(f"seq_id {number} of {model_id} is too far ahead of what runs")
+        if verdict in REFUSED:
+            refusal, why = REFUSED[verdict]
+            raise refusal(f"seq_id {number} of {model_id} {why}")
         if verdict is Verdict.QUEUED:
             self._registry.put(CommandRow(model_id, number, kind, digest, body, None, "", "", "", 0.0))
             found.lane = lane
@@ -145,11 +147,11 @@ class Training:
     async def run(self) -> None:
         """Run the commands that are ready, one at a time, until cancelled."""
         while True:
-            model = self._next()
-            if model is None:
-                await self._something_new()
+            models = self._next_round()
+            if models:
+                await self._execute(models)
             else:
-                await self._execute(model)
+                await self._something_new()
 
     async def _something_new(self) -> None:
         """Wait for a command, and a second at most for one whose tenant has used up its tokens of the minute."""
@@ -159,27 +161,45 @@ class Training:
             async with asyncio.timeout(HELD_S if held else None):
                 await self._wake.wait()
 
-    def _next(self) -> _Open | None:
-        """The model whose turn it is: tenants in turn, and the models of one tenant in turn."""
+    def _next_round(self) -> list[_Open]:
+        """The model whose turn it is, and those whose training commands may share its forward."""
+        found: list[_Open] = []
+        most = self._shared.config.training.max_tokens_per_microbatch
+
+        def fits(one: _Open) -> bool:
+            sizes = [_tokens(each.row, self.parsed.get(f"{each.row.id}:{each.lane.ready}")) for each in (*found, one)]
+            return not found or (one not in found and 0 not in sizes and sum(sizes) <= most)
+
+        while (model := self._next(fits)) is not None:
+            found.append(model)
+            if not self._shared.config.training.share_forwards:
+                break
+        return found
+
+    def _next(self, fits: Callable[[_Open], bool]) -> _Open | None:
+        """The model whose turn it is, of those that fit: tenants in turn, and the models of one tenant in turn."""
         ready: dict[str, list[str]] = {}
         for name, one in self._models.items():
-            if one.lane.ready is not None and self._shared.quotas.has_room(one.row.tenant):
+            if one.lane.ready is not None and self._shared.quotas.has_room(one.row.tenant) and fits(one):
                 ready.setdefault(one.row.tenant, []).append(name)
-        self._tenants, tenant = self._tenants.pick(ready.keys())
-        if tenant is None:
-            return None
-        self._turns[tenant], chosen = self._turns.get(tenant, Turns()).pick(ready[tenant])
-        assert chosen is not None
-        return self._models[chosen]
+        self._turns, chosen = self._turns.pick(ready)
+        return None if chosen is None else self._models[chosen]
 
-    async def _execute(self, model: _Open) -> None:
+    async def _execute(self, models: Sequence[_Open]) -> None:
+        turns = [self._begin(one) for one in models]
+        for model, turn, done in zip(models, turns, await self._commands.outcomes(turns), strict=True):
+            await self._end(model, turn.command, done)
+
+    def _begin(self, model: _Open) -> Turn:
         number = model.lane.ready
         assert number is not None
         model.lane, model.gap_since = model.lane.start(), None
         command = self._registry.one(CommandRow, "model = ? AND number = ?", (model.row.id, number))
         assert command is not None
-        request_id = f"{model.row.id}:{number}"
-        done = await self._commands.outcome(model.row, command, self.parsed.pop(request_id, None))
+        return Turn(model.row, command, self.parsed.pop(f"{model.row.id}:{number}", None))
+
+    async def _end(self, model: _Open, command: CommandRow, done: Done) -> None:
+        number = command.number
         if model.lane.closed:  # meanwhile; what the command wrote is removed at the next start
             done = Done(Outcome(error="the session has ended", category="user"))
         with self._registry.together():
@@ -201,13 +221,13 @@ class Training:
         done.after()
         model.row = self._registry.one(Model, "id = ?", (model.row.id,)) or model.row
         model.lane = model.lane.end().forget(number - REMEMBERED)
-        self._futures.resolve(request_id, done.outcome)
+        self._futures.resolve(f"{model.row.id}:{number}", done.outcome)
         if number == 0 and done.outcome.error and not model.lane.closed:  # there is no model
             self._registry.change(Model, "closed = 1", "id = ?", (model.row.id,))
             model.lane, failed = model.lane.close()
             self._fail(model.row.id, failed, f"the model could not be made: {done.outcome.error}")
             self._models.pop(model.row.id, None)
-            await self._commands.close(model.row.id)
+            await self._opened.close(model.row.id)
 
     # ---------------------------------------------------------------------------------------------- time and ends
 
@@ -236,8 +256,9 @@ class Training:
             self._registry.change(CommandRow, "body = NULL", "model = ?", (name,))
             self._checkpoints.discard(one.row.state_folder)
             self._models.pop(name, None)
+            self._turns = self._turns.without(one.row.tenant, name)
         for name in ended:  # after the rows: a process that ends here leaves no model of an ended session
-            await self._commands.close(name)
+            await self._opened.close(name)
 
     def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:
         outcome = Outcome(error=error, category="user")
@@ -275,3 +296,10 @@ class Training:
                 if one.ended and (one.result is not None or one.error):
                     self._futures.resolve(request_id, Outcome(one.result or b"", one.media, one.error, one.category))
         self._wake.set()
+
+
+def _tokens(model: Model, request: TrainingRequest | None) -> int:
+    """Tokens of a model's next command if it can share a forward with others; 0: it cannot."""
+    if request is None or request.forward_only or model.lora == "null":
+        return 0
+    return sum(len(one.tokens) + 1 for one in request.data)

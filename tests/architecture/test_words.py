@@ -162,7 +162,7 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/service/training.py: self._wake.wait()": "asyncio; every command sets it; the service cancels it",
     "hone/processes/request_loop.py: self._inbox.get()": "the process ends with hone, which closes the socket",
     "hone/sandboxes/base.py: free.acquire()": "asyncio; within the deadline of a seat",
-    "hone/workers/tenants/served.py: self._idle.wait()": "asyncio; each request to the server has a deadline",
+    "hone/workers/tenants/served.py: self._ended.wait()": "asyncio; each request to the server has a deadline",
     "hone/rollout/router.py: seat.result()": "the seat is given",
     "hone/workers/scoring.py: task.result()": "the task is done",
     "hone/weights/transports/bucketed/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",

@@ -119,17 +119,7 @@ class Client:
     def trained(self, *arguments, **named):
         """The log-probs of each datum and the metrics, or the error."""
         found = self.result(*self.train(*arguments, **named))
-        if isinstance(found, dict):
-            return found
-        message = MESSAGES["ForwardBackwardOutput"]()
-        message.ParseFromString(found)
-        rows = []
-        for record in message.loss_fn_outputs:
-            batched = record.fields["logprobs"]
-            ends = np.frombuffer(batched.offsets, "<i8") // 4
-            flat = np.frombuffer(batched.data, "<f4")
-            rows += [flat[a:b].reshape(-1, *batched.trailing_shape) for a, b in pairwise(ends)]
-        return rows, dict(message.metrics)
+        return found if isinstance(found, dict) else parsed(found)
 
     def step(self, model, seq, **adam):
         return self.do("optim_step", model_id=model, seq_id=seq, adam_params=adam)
@@ -144,6 +134,19 @@ class Client:
         message = MESSAGES["SampleResponse"]()
         message.ParseFromString(found)
         return [np.frombuffer(one.tokens, "<i4").tolist() for one in message.sequences], message
+
+
+def parsed(reply):
+    """The log-probs of each datum and the metrics of a reply to forward_backward."""
+    message = MESSAGES["ForwardBackwardOutput"]()
+    message.ParseFromString(reply)
+    rows = []
+    for record in message.loss_fn_outputs:
+        batched = record.fields["logprobs"]
+        ends = np.frombuffer(batched.offsets, "<i8") // 4
+        flat = np.frombuffer(batched.data, "<f4")
+        rows += [flat[a:b].reshape(-1, *batched.trailing_shape) for a, b in pairwise(ends)]
+    return rows, dict(message.metrics)
 
 
 @pytest.fixture(scope="session")

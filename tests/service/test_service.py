@@ -13,7 +13,7 @@ import openai
 import pyarrow as pa
 import pytest
 
-from tests.service.conftest import PROGRAM, Client
+from tests.service.conftest import PROGRAM, Client, Server, parsed
 
 TEXT = [10, 11, 12, 13, 14, 15]
 DATUM = (TEXT[:-1], {"target_tokens": TEXT[1:], "weights": [1.0] * 5})
@@ -95,6 +95,35 @@ def test_two_tenants_of_different_ranks_get_the_bits_of_running_alone(server, cl
     alone = ends(order)
     Random(3).shuffle(order)
     assert ends(order) == alone
+
+
+def test_commands_that_are_ready_together_share_a_forward_where_that_is_set(client, tmp_path):
+    ranks = (4, 16, 2)
+    alone = [client.model(client.session(), rank=rank) for rank in ranks[:2]]
+    wanted = [client.trained(model, 1, [datum(number, 9)]) for number, model in enumerate(alone)]
+    server = Server(tmp_path, training={"compute_dtype": "float32", "share_forwards": True})
+    try:
+        sharing = Client(server, server.add_key("sharing", "--tokens-per-minute", "960"))
+        models = [sharing.model(sharing.session(), rank=rank) for rank in ranks]
+        used = sharing.trained(models[2], 1, [datum(9, 200)] * 5, forward_only=True)  # its tokens of the next seconds
+        assert "models_in_forward:mean" not in used[1]
+        sent = [sharing.train(model, 1, [datum(number, 9)]) for number, model in enumerate(models[:2])]
+        unknown = sharing.train(models[2], 2, [([5, 10**6], {"target_tokens": [5, 5]})])
+        for one, (rows, metrics) in zip(sent, wanted, strict=True):
+            found = parsed(sharing.result(*one))
+            assert found[1]["models_in_forward:mean"] == 2
+            assert found[1]["loss:sum"] == pytest.approx(metrics["loss:sum"], rel=1e-5)
+            np.testing.assert_allclose(found[0][0], rows[0], rtol=1e-4, atol=1e-6)
+        assert "token 1000000" in sharing.result(*unknown)["error"]
+        norms = [
+            who.step(model, 2, learning_rate=0.01, grad_clip_norm=1.0)["metrics"]["grad_norm:mean"]
+            for who, model in ((client, alone[0]), (sharing, models[0]), (client, alone[1]), (sharing, models[1]))
+        ]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        assert norms[3] == pytest.approx(norms[2], rel=1e-4)
+        assert "no step was made" in sharing.step(models[2], 3)["error"]
+    finally:
+        server.close()
 
 
 def test_a_failed_command_says_why_and_no_step_follows_it(client):

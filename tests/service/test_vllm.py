@@ -11,6 +11,7 @@ import pytest
 from hone.config import ConfigError
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.settings import RolloutConfig
+from hone.service.protocol.wire import MESSAGES
 from hone.testing.training import save_model
 from hone.workers.tenants.served import ServedRollout
 from tests.families.checks import VLLM_PYTHON
@@ -32,7 +33,11 @@ def client(tmp_path_factory):
         folder,
         model={"path": str(save_model(build, folder / "model"))},
         training={"compute_dtype": "float32", "max_lora_rank": 8},
-        rollout={"backend": "vllm", "python": str(VLLM_PYTHON), "engine": {"kv_cache_memory_bytes": 2**26}},
+        rollout={
+            "backend": "vllm",
+            "python": str(VLLM_PYTHON),
+            "engine": {"kv_cache_memory_bytes": 2**26, "max_loras": 3},
+        },
     )
     yield Client(server)
     server.close()
@@ -58,7 +63,7 @@ def taught(client, number, rank, rate):
 
 
 @pytest.mark.ci
-def test_snapshots_and_the_base_are_served_in_turns_and_each_is_the_trainer_s(client):
+def test_snapshots_and_the_base_are_served_and_each_is_the_trainer_s(client):
     session = client.session()
     (untouched,), _ = client.trained(client.model(session), 1, [DATUM], forward_only=True)
     of_base = {"session_id": session, "sampling_session_seq_id": 9, "base_model": "tiny"}
@@ -68,6 +73,26 @@ def test_snapshots_and_the_base_are_served_in_turns_and_each_is_the_trainer_s(cl
     wanted = [small, (base, untouched), large, (base, untouched), small, large]
     for seq, (where, logprobs) in enumerate(wanted):
         assert np.abs(prompt_logprobs(client, where, seq) - logprobs).max() < CLOSE
+
+
+def test_more_snapshots_than_places_answer_at_once_and_each_for_itself(client):
+    taken = [taught(client, 10 + number, 4 + number % 5, 0.02 + 0.01 * number) for number in range(6)]  # two places
+    sent = []
+    for seq in range(2):  # every second one first, so that places change while others answer
+        for where, logprobs in taken[seq::2] + taken[1 - seq :: 2]:
+            body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": TEXT}]}, "prompt_logprobs": True}
+            params = {"max_tokens": 40, "seed": 7, "stop": []}
+            asked = client.post(
+                "asample", sampling_session_id=where, seq_id=seq, num_samples=4, sampling_params=params, **body
+            )
+            sent.append((asked, logprobs))
+    for asked, logprobs in sent:
+        found = client.result(*asked)
+        assert isinstance(found, bytes), found
+        message = MESSAGES["SampleResponse"]()
+        message.ParseFromString(found)
+        assert [len(one.tokens) // 4 for one in message.sequences] == [40] * 4
+        assert np.abs(np.frombuffer(message.prompt_logprobs, "<f4")[1:] - logprobs).max() < CLOSE
 
 
 def commands():
@@ -116,6 +141,13 @@ def test_an_answer_that_fills_the_context_and_a_prompt_of_one_token_have_their_l
     assert message.sequences[0].topk_sampled_logprobs.k == 2
     _, message = client.sample(where, 1, TEXT[:1], topk_prompt_logprobs=2)
     assert (message.topk_prompt_logprobs.k, message.topk_prompt_logprobs.length) == (2, 1)
+
+
+def test_a_single_place_for_adapters_is_refused(tmp_path):
+    build = BuildConfig(hidden_size=64, layers=1, heads=2, head_size=32, mlp_size=64)
+    model = ModelConfig(path=str(save_model(build, tmp_path / "model")))
+    with pytest.raises(ConfigError, match="max_loras should be 2 or more"):
+        ServedRollout(model, RolloutConfig(backend="vllm", engine={"max_loras": 1}), "float32", 8, tmp_path)
 
 
 def test_a_rank_that_vllm_does_not_take_is_refused(tmp_path):

@@ -48,7 +48,7 @@ from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.base import Language
 from hone.envs.tool_calls import ParseFn, hermes
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
-from hone.processes.listening import Refusals, bounded, read_body
+from hone.processes.listening import LoopServer, Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
 from hone.types import Completion, GenerationRequest, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
 
@@ -110,7 +110,7 @@ class Endpoint:
             timeout_graceful_shutdown=1,
             http=bounded(Refusals("agent endpoint"), self._most_connections),
         )
-        self._server = _InLoopServer(config)
+        self._server = LoopServer(config)
         self._serving = asyncio.create_task(self._server.serve([self._listener]), name="agent endpoint")
         async with asyncio.timeout(START_S):
             while not self._server.started and not self._serving.done():
@@ -369,14 +369,6 @@ async def _sample(
 async def _in_turn(work: Callable[..., Any], *arguments: Any) -> Any:
     """Do short work on the event loop."""
     return work(*arguments)
-
-
-class _InLoopServer(uvicorn.Server):
-    """Server on a shared event loop; it leaves signals to the run."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextmanager

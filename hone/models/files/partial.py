@@ -44,6 +44,15 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Have the disk itself hold a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
     """Hold a lock file: two processes that write one folder would remove each other's files.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.full_disk import system_error, until_room
+from hone.models.files.partial import sync
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -23,8 +23,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 def _save_synced(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(tensors, path, metadata=metadata)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # some file systems find out here that they are full
+        sync(path)  # some file systems find out here that they are full
     except SafetensorError as error:  # it names an error of the system by its number only
         path.unlink(missing_ok=True)  # half a file would take the room that the record of the run needs
         known = system_error(error, str(path))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hone.models.attention.support import carries_state
 from hone.models.routing import expert_count
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
-from hone.rollout.adapters import AdapterKind
+from hone.rollout.adapters import AdapterKind, check_adapter
 from hone.rollout.base import ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import with_routes
@@ -122,7 +123,7 @@ FURTHER_PACKAGES: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
-SERVED = "served"  # vLLM's name for the adapter of `serve_adapter`
+SNAPSHOTS = 4  # adapters that a frozen model serves at a time, unless `max_loras` says otherwise
 NAMED = 5  # most layers in a message
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -171,6 +172,9 @@ class VllmServer(EngineServer):
         super()._reset()
         self._adapter: str | None = None  # model name of requests
         self._adapters: dict[str, tuple[int, str]] = {}  # name -> vLLM's number and the folder of the files
+        self._scoring: dict[str, str] = {}  # scoring request -> its adapter
+        self._names = set(self._spec.adapters)  # of adapters that requests may name
+        self._limits = replace(self._limits, adapters=self._names)
 
     def _launch(self, site: Site) -> tuple[list[str], dict[str, str]]:
         vision = VISION_OPTIONS if sees_images(self._limits.config) else {}
@@ -210,7 +214,8 @@ class VllmServer(EngineServer):
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if there can be such requests.
         spare = bool(spec.adapters) or spec.frozen
-        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + spare}
+        places = SNAPSHOTS if spec.frozen else len(every)
+        return {"enable_lora": True, "max_lora_rank": room, "max_loras": places + spare}
 
     @classmethod
     def _model_options(cls, config: Any) -> dict[str, Any]:
@@ -259,7 +264,7 @@ class VllmServer(EngineServer):
             "request_id": request_id,
             "token_ids": list(token_ids),
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False},
-            "model": self._adapter,
+            "model": self._scoring.get(request_id, self._adapter),
         }
         reply = await self.connection.post("/inference/v1/generate", body, self._request_timeout_s)
         if FINISH[reply["choices"][0]["finish_reason"]] is StopReason.ABORTED:
@@ -313,18 +318,41 @@ class VllmServer(EngineServer):
         by_worker: Any = await self._call_workers("hone_noted_receipts")
         return [receipt for of_one_rank in zip(*by_worker, strict=True) for receipt in of_one_rank]
 
-    async def serve_adapter(self, folder: Path | None) -> str:
-        """Answer with the adapter in a folder on a frozen model, in place of the one before; None: with the model.
+    @property
+    def places(self) -> int:
+        """Adapters that a frozen model serves at a time."""
+        return int(self._options["max_loras"]) - 1  # see `_adapter_options`
 
-        Returns the digest of what the workers read. Raises RuntimeError unless vLLM loads the adapter whole.
+    async def serve_adapter(self, name: str, folder: Path) -> str:
+        """Serve the adapter in a folder on a frozen model, to requests that name it.
+
+        A name is used once: vLLM keeps KV under it. Returns the digest of what the workers read. Raises RuntimeError
+        unless vLLM loads the adapter whole.
         """
-        if folder is None:
-            self._adapter = None
-            return ""
-        digest = await self._load_adapter(SERVED, str(folder), CONTROL_S)
-        await self._drop_caches()
-        self._adapter = SERVED
+        digest = await self._load_adapter(name, str(folder), CONTROL_S)
+        self._names.add(name)
         return digest
+
+    async def drop_adapter(self, name: str) -> None:
+        """Serve such an adapter no more; no request of it may run."""
+        self._names.discard(name)
+        number, _ = self._adapters.pop(name)
+        await self._unload(name, number)
+
+    async def _unload(self, name: str, number: int) -> None:
+        await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await self._call_workers("hone_forget_adapter", number)
+
+    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0, adapter: str = "") -> Scored:
+        """See `ServerAdapter.score`; `adapter`: of `serve_adapter`, empty: the weights that answer without a name."""
+        if not adapter:
+            return await super().score(request_id, token_ids, top_k)
+        check_adapter(adapter, self._names)
+        self._scoring[request_id] = adapter
+        try:
+            return await super().score(request_id, token_ids, top_k)
+        finally:
+            del self._scoring[request_id]
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> str:
         """Load an adapter, in place of one of the same name, and check that every tensor is used; its digest."""
@@ -337,7 +365,7 @@ class VllmServer(EngineServer):
             await self.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, timeout_s)
         checks = _with_unbound(await self._call_workers("hone_check_adapter", number))
         if not number and any("error" in check for check in checks):
-            await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._unload(name, checks[0]["number"])
         _read_errors(self.name, checks)
         self._adapters[name] = checks[0]["number"], folder
         return " and ".join(sorted({str(reply["digest"]) for reply in tried}))

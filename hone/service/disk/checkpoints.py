@@ -6,7 +6,6 @@ files in a new folder --complete--> row in the registry: it exists --expires, de
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hone.models.files.partial import sync
 from hone.service.disk.registry import Checkpoint, Model, SnapshotRow
 from hone.service.protocol.refusals import BadRequest, NotFound
 from hone.service.shared import Shared
@@ -164,11 +164,7 @@ def size_of(folder: Path) -> int:
 def flush(folder: Path) -> None:
     """Write the files of a folder to the disk itself, so that a loss of power does not take them."""
     for path in (*folder.rglob("*"), folder, folder.parent):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(path)
 
 
 def described(checkpoint: Checkpoint) -> dict[str, object]:

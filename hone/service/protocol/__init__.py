@@ -1,4 +1,4 @@
 """The protocol: what clients send and get.
 
-`wire` (protobuf), `messages` (JSON), `data` (a request as a packed batch), `losses`, `refusals` (what is not served).
+`wire` (protobuf), `messages` (JSON), `data` (checks of a training request), `refusals` (what is not served).
 """

@@ -1,50 +1,21 @@
-"""From the data of a training request to a packed batch, and back.
-
-    tokens [N], targets [N] or [N, K] --pack--> sequences of N + 1 tokens; position i predicts targets[i]
-                                       <--split-- log-probs [N] or [N, K] of each datum
-
-Where the targets are the tokens that follow, as usual, the batch has them as its tokens. Other targets, such as the K
-tokens of a teacher, are looked up in the same distribution (`Batch.ids_at`).
-"""
+"""The data of a training request, checked against its loss: everything is refused by the name of its datum."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from hone.algorithms.summed_losses import HIGH, LOW
-from hone.data.packing import Sample, pack_samples
-from hone.service.protocol.losses import ROW, RequestLoss, rule_of, settings_of
+from hone.algorithms.summed_losses import LOSSES, LossRule
+from hone.registry import unknown
 from hone.service.protocol.refusals import BadRequest
-from hone.service.protocol.wire import Datum, TrainingRequest
-from hone.types import Batch
+from hone.service.protocol.wire import TrainingRequest
+from hone.workers.tenants.work import TARGETS, Datum, Work, work_of
 
-TARGETS = "target_tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A training request, ready for an engine."""
-
-    batch: Batch
-    loss: RequestLoss
-    lengths: tuple[int, ...]  # N of each datum
-    widths: tuple[int, ...]  # K of each datum; 0: its targets are [N]
-
-    def split(self) -> list[NDArray[np.float32]]:
-        """The log-probs of each datum, once the loss has been called with all of its tokens."""
-        found, start = [], 0
-        for length, width in zip(self.lengths, self.widths, strict=True):
-            part = self.loss.logprobs[start + 1 : start + 1 + length].numpy()
-            part = part.reshape(length, -1)[:, :width] if width else part.reshape(length, -1)[:, 0]
-            found.append(np.ascontiguousarray(part))
-            start += length + 1
-        return found
+NOT_SERVED = {
+    "stable_reinforce": "choose importance_sampling or cispo (in the cookbook: loss_fn=importance_sampling)",
+    "custom": "custom losses on the server are not; forward_backward_custom computes them in the client",
+}
 
 
 def pack_request(request: TrainingRequest, vocabulary: int, longest: int) -> Work:
@@ -52,32 +23,40 @@ def pack_request(request: TrainingRequest, vocabulary: int, longest: int) -> Wor
 
     `longest`: tokens of a sequence that the engine can take, the last target included.
     """
-    rule, settings = rule_of(request.loss), settings_of(request.loss, request.settings)
-    targets = [
-        _checked(datum, f"data[{number}]", request.loss, vocabulary) for number, datum in enumerate(request.data)
-    ]
+    rule, settings = _rule(request.loss), _settings(request.loss, request.settings)
+    for number, datum in enumerate(request.data):
+        _check(datum, f"data[{number}]", request.loss, rule, vocabulary)
     for number, datum in enumerate(request.data):
         if len(datum.tokens) >= longest:
             raise BadRequest(f"data[{number}] has {len(datum.tokens)} tokens; at most {longest - 1} are trained here")
-    width = _width(request.data, targets)
-    samples = [
-        Sample((*datum.tokens.tolist(), int(target[-1].flat[0])), (0, *([1] * len(datum.tokens))))
-        for datum, target in zip(request.data, targets, strict=True)
-    ]
-    batch = pack_samples(samples)
-    extras = {name: _column(request.data, name, settings, width) for name in (*rule.needs, *rule.takes)}
-    extras[ROW] = torch.arange(batch.num_tokens)
-    batch = batch.with_(loss_weights=torch.ones(batch.num_tokens), extras=extras)
-    if width:
-        batch = batch.with_(ids_at=torch.from_numpy(_spread(targets, width, np.int64)))
-    loss = RequestLoss(request.loss, settings, batch.num_tokens, width)
-    widths = tuple(target.shape[1] if target.ndim == 2 else 0 for target in targets)
-    return Work(batch, loss, tuple(len(datum.tokens) for datum in request.data), widths)
+    return work_of(request.loss, settings, request.data)
 
 
-def _checked(datum: Datum, where: str, loss: str, vocabulary: int) -> NDArray[np.int64]:
-    """The targets of a datum whose inputs fit its loss."""
-    rule, inputs, length = rule_of(loss), datum.inputs, len(datum.tokens)
+def _rule(name: str) -> LossRule:
+    """The loss of a name. Raises BadRequest with what there is."""
+    if name in NOT_SERVED:
+        raise BadRequest(f"loss_fn={name} is not served here: {NOT_SERVED[name]}")
+    if name not in LOSSES:
+        raise BadRequest(unknown("loss_fn", name, list(LOSSES)))
+    return LOSSES[name]
+
+
+def _settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """All settings of a loss. Raises BadRequest for one that it does not have, or a text."""
+    known = LOSSES[name].settings
+    found = dict(known)
+    for key, value in given.items():
+        if key not in known:
+            raise BadRequest(f"loss_fn_config of {name}: " + unknown("setting", key, list(known)))
+        if not isinstance(value, int | float):
+            raise BadRequest(f"loss_fn_config of {name}: {key} should be a number, found {value!r:.60}")
+        found[key] = float(value)
+    return found
+
+
+def _check(datum: Datum, where: str, loss: str, rule: LossRule, vocabulary: int) -> None:
+    """Refuse a datum whose inputs do not fit its loss."""
+    inputs, length = datum.inputs, len(datum.tokens)
     known = {TARGETS, *rule.needs, *rule.takes}
     if missing := [name for name in (TARGETS, *rule.needs) if name not in inputs]:
         raise BadRequest(f"{where}.loss_fn_inputs lacks {missing[0]}, which {loss} needs")
@@ -97,32 +76,3 @@ def _checked(datum: Datum, where: str, loss: str, vocabulary: int) -> NDArray[np
         if ids.min() < 0 or ids.max() >= vocabulary:
             odd = ids[(ids < 0) | (ids >= vocabulary)].flat[0]
             raise BadRequest(f"{where}: {name} has the token {odd}; ids are from 0 to {vocabulary - 1}")
-    return targets.astype(np.int64)
-
-
-def _width(data: Sequence[Datum], targets: Sequence[NDArray[np.int64]]) -> int:
-    """Targets of each position in the packed batch; 0: the next tokens are the targets."""
-    if all(
-        one.ndim == 1 and np.array_equal(one[:-1], datum.tokens[1:]) for datum, one in zip(data, targets, strict=True)
-    ):
-        return 0
-    return max(one.shape[1] if one.ndim == 2 else 1 for one in targets)
-
-
-def _column(data: Sequence[Datum], name: str, settings: dict[str, float], width: int) -> torch.Tensor:
-    """An input of the loss for every token of the batch, [T] or [T, K]; what a datum lacks has its default."""
-    default = settings[name] if name in (LOW, HIGH) else 1.0
-    given = [datum.inputs.get(name, np.full(datum.inputs[TARGETS].shape, default, np.float32)) for datum in data]
-    found = torch.from_numpy(_spread(given, max(width, 1), np.float32))
-    return found if width > 1 else found[:, 0].contiguous()
-
-
-def _spread(rows: Sequence[NDArray[Any]], width: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """[T, width]: one row for each token of the batch; the first token of a sequence, and missing columns, have 0."""
-    found = np.zeros((sum(len(one) + 1 for one in rows), width), dtype)
-    start = 0
-    for one in rows:
-        part = one.reshape(len(one), -1)
-        found[start + 1 : start + 1 + len(one), : part.shape[1]] = part
-        start += len(one) + 1
-    return found

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from hone.service.protocol.refusals import BadRequest
+from hone.workers.tenants.work import Datum
 
 PACKAGE = "hone_service"
 SCALARS = {"string": 9, "int32": 5, "int64": 3, "bytes": 12, "double": 1, "bool": 8}
@@ -113,14 +114,6 @@ def _add_message(message: Any, fields: Sequence[str]) -> None:
 
 
 MESSAGES = _messages()
-
-
-@dataclass(frozen=True, slots=True)
-class Datum:
-    """One sequence and the inputs of its loss."""
-
-    tokens: NDArray[np.int64]  # [N]
-    inputs: Mapping[str, NDArray[Any]]  # [N] or [N, K], float32 or int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +220,17 @@ def _densified(tensor: Any, where: str, shape: tuple[int, ...]) -> NDArray[Any]:
     rows, columns = (_numbers(one, "<i8", where) for one in (csr.crow_indices, csr.col_indices))
     if len(shape) != 2:
         raise BadRequest(f"{where} is sparse and has the shape {list(shape)}; expected two dimensions")
-    counts = np.diff(rows)
+    return filled(np.zeros(shape, values.dtype), rows, columns, values, where)
+
+
+def filled(
+    dense: NDArray[Any], rows: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], where: str
+) -> NDArray[Any]:
+    """Write the values of a CSR tensor into an array [N, K] of what it does not list. Raises BadRequest."""
+    counts, shape = np.diff(rows), dense.shape
     fits = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
     if not fits or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise BadRequest(f"{where} is no valid CSR tensor of the shape {list(shape)}")
-    dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense
 

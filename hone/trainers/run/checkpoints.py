@@ -31,6 +31,7 @@ from typing import Any
 
 from hone import __version__
 from hone.full_disk import is_full, until_room
+from hone.models.files.partial import sync
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
 
@@ -194,7 +195,7 @@ class CheckpointStore:
         if final.exists():
             shutil.rmtree(final)
         pending.partial.rename(final)
-        _sync_folder(self._folder)
+        sync(self._folder)
         self._remove_old()
 
     def _final(self, step: int) -> Path:
@@ -293,7 +294,7 @@ def damage(folder: Path) -> str:
 def _seal(partial: Path) -> None:
     content = {"format": FORMAT, "files": _fingerprints(partial)}
     until_room(lambda: _write_json(partial / MANIFEST, content))
-    _sync_folder(partial)
+    sync(partial)
 
 
 def _seal_nothing(partial: Path) -> None:
@@ -303,8 +304,7 @@ def _seal_nothing(partial: Path) -> None:
 def _fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
         found[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return found
 
@@ -323,14 +323,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _score(folder: Path) -> float | None:

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -71,6 +72,7 @@ from hone.workers.inside.vllm_patches import (
     gather_rows,
     give_layers_their_embeddings,
     lay_out_single_tokens,
+    leave_prompts_without_head_adapters,
     make_room_between_stages,
     name_loaders,
     pack_cpu_experts_again,
@@ -126,6 +128,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             allow_amx()
             CPURouter._compute_routing = add_bias_to_choice(CPURouter._compute_routing)
             _custom_ops.rotary_embedding = rotate_by_token(_custom_ops.rotary_embedding)
+            PunicaWrapperCPU.add_lora_logits = leave_prompts_without_head_adapters(PunicaWrapperCPU.add_lora_logits)
             _custom_ops.causal_conv1d_fwd_cpu = lay_out_single_tokens(_custom_ops.causal_conv1d_fwd_cpu)
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
@@ -353,6 +356,10 @@ class HoneWorker:
             return {"error": one_line(error)}
         return {}
 
+    def hone_forget_adapter(self, number: int) -> None:
+        """Free the place of an adapter; vLLM's own way takes it from the names that requests may use only."""
+        self.model_runner.remove_lora(number)
+
     def hone_check_adapter(self, number: int) -> dict[str, Any]:
         """Find the layers of an adapter (0: the newest) that this worker does not have: vLLM silently drops them.
 
@@ -363,7 +370,7 @@ class HoneWorker:
         adapter = manager.get_adapter(number)
         layers = [] if adapter is None else sorted(adapter.loras)
         if not layers:
-            return {"error": "the adapter is bound to no layer of the model"}
+            return {"number": number, "error": "the adapter is bound to no layer of the model"}
         return {"number": number, "unbound": [name for name in layers if name not in manager.modules]}
 
 

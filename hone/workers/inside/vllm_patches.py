@@ -194,6 +194,24 @@ def lay_out_single_tokens(convolve: Callable[..., torch.Tensor]) -> Callable[...
     return run
 
 
+def leave_prompts_without_head_adapters(add: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `PunicaWrapperCPU.add_lora_logits`, which adds the adapters of a head to logits y from hidden states x.
+
+    Log-probs of a prompt are computed for its tokens alone, and vLLM takes the adapters of the batch's requests for it,
+    by position: with more requests than one their number does not fit, and the engine ends. An adapter without a part
+    for the head, as hone's are, adds nothing. Remove this when vLLM maps the prompt's tokens.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/punica_wrapper/punica_cpu.py
+    """
+
+    def run(wrapper: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+        if len(x) == len(wrapper.sampler_indices):
+            add(wrapper, y, x, a, b, *rest)
+        elif b.any():
+            raise RuntimeError("an adapter on the head cannot be served together with log-probs of prompts on a CPU")
+
+    return run
+
+
 def give_layers_their_embeddings(model: Any) -> None:
     """Give each layer of a text-only Gemma 3n its embeddings of the tokens.
 

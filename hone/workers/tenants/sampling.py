@@ -32,6 +32,8 @@ class WrongWeights(RuntimeError):
 class SnapshotRollout:
     """All methods are called on one event loop."""
 
+    at_once = 1  # snapshots that answer at the same time
+
     def __init__(self, model: ModelConfig, settings: BuiltinSettings, dtype: str, tokenizer: Any) -> None:
         """`dtype`: the trainer's compute dtype, or auto. Raises ModelError for a model that cannot be loaded."""
         weights: Any = load_language_model(model)

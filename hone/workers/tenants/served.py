@@ -2,14 +2,16 @@
 
     open(name, snapshot) --a request names it--> server.serve_adapter(folder) --digest equals the trainer's--> samples
 
-The server has the base from the model's files, and one snapshot's adapter at a time: requests for another one wait
-until the running ones have ended. A server that was lost is started again with the next request.
+The server has the base from the model's files, and the adapters of some snapshots beside it, which answer in one batch.
+Another one takes the place of the one that was idle for longest. A server that was lost is started again with the next
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -73,13 +75,15 @@ class ServedRollout:
             adapter=adapter,
         )
         self._server: Any = engine(spec)
+        self.at_once = self._server.places  # snapshots that it serves at a time
+        if self.at_once < 1:
+            raise ConfigError("rollout.engine.max_loras should be 2 or more: one place for adapters stays empty")
         self._snapshots: dict[str, Snapshot] = {}
-        self._served: str | None = ""  # name of the snapshot that the server has; empty: the base; None: not known
+        self._placed: dict[str, None] = {}  # snapshots that the server has, the last one used last
+        self._users: Counter[str] = Counter()  # requests to the server, by snapshot; empty: the base
         self._lost = False  # the server has to be started again
-        self._open = 0  # requests to the server
-        self._idle = asyncio.Event()  # none is open
-        self._idle.set()
-        self._switching = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of a request that is about to be sent: they go in the order in which they came
+        self._ended = asyncio.Event()  # a request has ended
 
     @property
     def longest(self) -> int:
@@ -105,8 +109,8 @@ class ServedRollout:
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `ServerAdapter.generate`; `sampling.adapter` is the name of a snapshot, empty: the base."""
         most = min(request.sampling.max_tokens, max(1, self.longest - len(request.tokens)))
-        plain = replace(request, sampling=replace(request.sampling, adapter="", max_tokens=most))
-        return await self._asked(request.sampling.adapter, lambda: self._server.generate(plain))
+        within = replace(request, sampling=replace(request.sampling, max_tokens=most))
+        return await self._asked(request.sampling.adapter, lambda: self._server.generate(within))
 
     async def score(self, name: str, sequence: tuple[int, ...], top_k: int = 0) -> Following:
         """Log-probs at temperature 1 of each token under a snapshot (empty: the base), and the likeliest tokens.
@@ -119,7 +123,7 @@ class ServedRollout:
                 f"{top_k}: whole distributions are served with rollout.backend=builtin"
             )
         key = f"score-{secrets.token_hex(8)}"
-        scored = await self._asked(name, lambda: self._server.score(key, sequence, top_k))
+        scored = await self._asked(name, lambda: self._server.score(key, sequence, top_k, name))
         return _tensors(scored, min(top_k, self.vocabulary))
 
     async def _asked(self, name: str, ask: Callable[[], Awaitable[R]]) -> R:
@@ -147,40 +151,61 @@ class ServedRollout:
 
     @asynccontextmanager
     async def _serving(self, name: str) -> AsyncIterator[None]:
-        """Have the server serve a snapshot; requests that wait for another one go first if they came first."""
-        async with self._switching:
-            if self._lost or self._served != name:
-                if self._lost:
-                    await self._server.close()  # requests that run end now
-                await self._idle.wait()
-                await self._switch_to(name)
-            self._open += 1
-            self._idle.clear()
+        """Have the server serve a snapshot; one that has no place waits for it, and later requests wait behind it."""
+        async with self._turn:
+            if self._lost:
+                await self._restart()
+            if name:
+                await self._place(name)
+            self._users[name] += 1
         try:
             yield
         finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+            self._users[name] -= 1
+            self._ended.set()
 
-    async def _switch_to(self, name: str) -> None:
+    async def _restart(self) -> None:
+        await self._server.close()  # requests that run end now
+        while self._users.total():
+            await self._one_ends()
+        await self._server.close()  # it may have been lost, or hang, since the last look
+        await self._server.start()
+        self._placed.clear()
+        self._lost = False
+
+    async def _one_ends(self) -> None:
+        self._ended.clear()
+        await self._ended.wait()
+
+    async def _place(self, name: str) -> None:
+        """Have a snapshot among those that the server has. Raises WrongWeights, or ValueError for an unknown one."""
         snapshot = self._snapshots.get(name)
-        if name and snapshot is None:
+        if snapshot is None:
             raise ValueError(f"the snapshot {name!r} is not served any more")
-        if snapshot is not None and not snapshot.adapter:
+        if not snapshot.adapter:
             raise WrongWeights(f"{self._server.name} serves adapters, and this snapshot has all weights")
-        if self._lost:
-            await self._server.close()  # it may have been lost, or hang, since the last look
-            await self._server.start()
-            self._lost = False
-        self._served = None
-        found = await self._server.serve_adapter(snapshot.folder if snapshot else None)
-        if snapshot is not None and found != snapshot.digest:
+        if name in self._placed:
+            self._placed[name] = self._placed.pop(name)
+            return
+        while len(self._placed) >= self.at_once:
+            idle = next((one for one in self._placed if not self._users[one]), None)
+            if idle is None:
+                await self._one_ends()
+            else:
+                del self._placed[idle]
+                await self._server.drop_adapter(idle)
+        try:
+            found = await self._server.serve_adapter(name, snapshot.folder)
+        except asyncio.CancelledError:
+            self._lost = True  # whether it has the adapter is not known
+            raise
+        if found != snapshot.digest:
+            await self._server.drop_adapter(name)
             raise WrongWeights(
                 f"{self._server.name} read the digest {found} from the snapshot in {snapshot.folder.name}, and the "
                 f"trainer wrote {snapshot.digest}: it is not served"
             )
-        self._served = name
+        self._placed[name] = None
 
 
 def _tensors(scored: Scored, width: int) -> Following:

@@ -10,6 +10,7 @@ whatever others do between its commands.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from hone.workers.train import TrainSpec
 
 WHOLE_FILE = "model.safetensors"  # of a snapshot of all weights; an adapter's has PEFT's files
 STEPS = 1 << 30  # the schedule is constant: a step brings its own learning rate
+ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "self_attention")  # names of layers
+MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 AdapterTensors = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -69,14 +72,24 @@ class Base:
 
     def open(self, lora: LoraConfig | None) -> TenantModel:
         """Make a model to train. Raises ModelError or ValueError for an adapter that the model cannot have."""
-        config = self._engine.model_copy(update={"lora": lora})
-        engine = EngineRegistry.create(
-            TrainSpec(model=self._model, engine=config, total_steps=STEPS), current_platform()
-        )
-        engine.initialize()
+        engine = self._made(lora, STEPS)
         if lora is not None:
             self._share(engine)
         return TenantModel(engine)
+
+    def frozen(self) -> BaseEngine:
+        """An engine with the frozen weights of all adapters alone, which is never trained itself."""
+        engine = self._made(None, 0)
+        self._share(engine)
+        return engine
+
+    def _made(self, lora: LoraConfig | None, steps: int) -> BaseEngine:
+        config = self._engine.model_copy(update={"lora": lora})
+        engine = EngineRegistry.create(
+            TrainSpec(model=self._model, engine=config, total_steps=steps), current_platform()
+        )
+        engine.initialize()
+        return engine
 
     def _share(self, engine: Any) -> None:
         """Let the frozen weights of an engine be those of the first one."""
@@ -94,6 +107,16 @@ class TenantModel:
     @property
     def trains_adapter(self) -> bool:
         return self._engine.adapter_config() is not None
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """PEFT's layers by the paths of the layers that they adapt; none of a model that trains all weights."""
+        adapter = self._engine.adapter
+        return {} if adapter is None else {layer.path: layer.module for layer in adapter.layers.found}
+
+    def collect(self) -> None:
+        """Take over the gradients of a backward that was not this engine's (`SharedForward`)."""
+        self._engine.weights.collect()
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Metrics:
         """Add the gradients of a batch to those since the last step."""
@@ -165,3 +188,9 @@ class TenantModel:
             self._engine.export_adapter(folder)
         else:
             self._engine.export_hf(folder)
+
+
+def adapter_targets(layers: Collection[str], attention: bool, mlp: bool) -> Any:
+    """Targets of an adapter on some kinds of a model's layers, of which `layers` has the names; empty: it has none."""
+    wanted = (*(ATTENTION if attention else ()), *(MLP if mlp else ()))
+    return "all-linear" if attention and mlp else tuple(name for name in wanted if name in layers)

@@ -1,11 +1,12 @@
 """No order of arrivals, repeats, gaps, ends and kills breaks the order of a model's commands; mutants are found."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from hone.service.order import Lane, Turns, Verdict
-from tests.service.lanes import Broken, Limits, explore
+from hone.schedule.lanes import Lane, NestedTurns, Shifts, Turns, Verdict
+from tests.schedule.lanes import Broken, Limits, explore
 
 ALL = Limits(commands=3, repeats=1, conflicts=1, gaps=1, closes=1, crashes=1)
 
@@ -117,3 +118,50 @@ def test_turns_serve_who_waited_longest_and_forget_nobody():
     turns, chosen = turns.pick({"c", "new"})
     assert chosen == "new"
     assert turns.pick(())[1] is None
+
+
+def test_parties_take_turns_and_so_do_the_members_of_each():
+    turns, ready, found = NestedTurns(), {"a": ["a1", "a2"], "b": ["b1"]}, []
+    for _ in range(6):
+        turns, chosen = turns.pick(ready)
+        found.append(chosen)
+    assert found == ["a1", "b1", "a2", "b1", "a1", "b1"]
+    assert turns.pick({})[1] is None
+    turns = turns.without("a", "a2")
+    assert turns.pick({"a": ["a1"]})[1] == "a1"
+    assert "a2" not in turns.members["a"].order
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_queues_share_few_places_and_none_waits_for_ever(places):
+    """Work begins in shifts and ends in any order; the longest wait is bounded by what the others may do."""
+    most, random = 3, Random(places)
+    queues = dict.fromkeys("vwxyz", 8)
+    shifts, running, began = Shifts(places, most), [], []
+    while any(queues.values()) or running:
+        waiting = [name for name, left in queues.items() if left]
+        shifts, chosen = shifts.pick(waiting, set(running))
+        if chosen is not None:
+            assert queues[chosen] > 0
+            shifts = shifts.count(chosen, 1)
+            queues[chosen] -= 1
+            running.append(chosen)
+            began.append(chosen)
+            assert len(set(running)) <= places
+        if running and (chosen is None or random.random() < 0.5):
+            running.remove(random.choice(running))
+    assert len(began) == 40
+    first = [began.index(name) for name in "vwxyz"]
+    assert max(first) <= 4 * most  # everybody began before anybody had a second shift
+
+
+def test_a_queue_goes_on_beyond_its_share_while_nobody_else_waits():
+    shifts = Shifts(1, 2)
+    for _ in range(5):
+        shifts, chosen = shifts.pick(["a"], {"a"})
+        assert chosen == "a"
+        shifts = shifts.count("a", 1)
+    assert shifts.pick(["a", "b"], {"a"})[1] is None  # its place is free when nothing of it runs
+    shifts, chosen = shifts.pick(["a", "b"], set())
+    assert chosen == "b"
+    assert shifts.without("a").done == {"b": 0}

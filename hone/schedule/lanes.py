@@ -10,8 +10,8 @@ test visits every order of events.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -112,3 +112,55 @@ class Turns:
 
     def without(self, party: str) -> Turns:
         return Turns(tuple(one for one in self.order if one != party))
+
+
+@dataclass(frozen=True, slots=True)
+class NestedTurns:
+    """Turns of several parties, and of the members of each."""
+
+    parties: Turns = Turns()
+    members: Mapping[str, Turns] = field(default_factory=dict)
+
+    def pick(self, ready: Mapping[str, Collection[str]]) -> tuple[NestedTurns, str | None]:
+        """The member, of those in `ready` by party, whose turn it is; None if there is none."""
+        parties, party = self.parties.pick(ready)
+        if party is None:
+            return self, None
+        turns, member = self.members.get(party, Turns()).pick(ready[party])
+        return NestedTurns(parties, {**self.members, party: turns}), member
+
+    def without(self, party: str, member: str) -> NestedTurns:
+        return replace(self, members={**self.members, party: self.members.get(party, Turns()).without(member)})
+
+
+@dataclass(frozen=True, slots=True)
+class Shifts:
+    """Which of several queues are served at the same time: at most `places`, each for `most` pieces of work.
+
+    A queue keeps its place while it has work, and beyond `most` pieces only if no other one waits for a place. A place
+    is free once nothing of its queue runs.
+    """
+
+    places: int
+    most: int
+    done: Mapping[str, int] = field(default_factory=dict)  # queues that have a place -> pieces since they have it
+    turns: Turns = Turns()
+
+    def pick(self, waiting: Collection[str], running: Collection[str]) -> tuple[Shifts, str | None]:
+        """The queue whose next piece of work may run; None: none may. `waiting`, `running`: queues that have any."""
+        others = [name for name in waiting if name not in self.done]
+        goes_on = {name for name in self.done if name in waiting and (self.done[name] < self.most or not others)}
+        done = {name: count for name, count in self.done.items() if name in goes_on or name in running}
+        allowed = [*goes_on, *(others if len(done) < self.places else ())]
+        turns, chosen = self.turns.pick(allowed)
+        if chosen is not None:
+            done.setdefault(chosen, 0)
+        return replace(self, done=done, turns=turns), chosen
+
+    def count(self, queue: str, pieces: int) -> Shifts:
+        """Note that so many pieces of a queue's work begin."""
+        return replace(self, done={**self.done, queue: self.done[queue] + pieces})
+
+    def without(self, queue: str) -> Shifts:
+        """Forget whose turn it was; the queue may come again."""
+        return replace(self, turns=self.turns.without(queue))

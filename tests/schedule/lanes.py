@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hone.service.order import Lane, Verdict
+from hone.schedule.lanes import Lane, Verdict
 
 MINE, OTHER = "mine", "other"
 

@@ -1,0 +1,136 @@
+"""The models that the machine has open, and how one is taken up again after a restart.
+
+create, load --> open --forward_backward--> gradients --optim_step--> state on disk
+restart:  last state --> gradients of the commands since, once more --> the command whose turn it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hone.engines.settings import LoraConfig
+from hone.service.disk.checkpoints import Checkpoints
+from hone.service.disk.registry import CommandRow, Model
+from hone.service.protocol.data import pack_request
+from hone.service.protocol.refusals import BadRequest
+from hone.service.protocol.wire import TrainingRequest, read_training
+from hone.service.shared import Shared
+from hone.workers.tenants.training import adapter_targets
+from hone.workers.tenants.work import Work
+
+TRAIN = "train"  # kind of a forward_backward command
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of a model that was written after a command."""
+
+    commit: Callable[[], None]  # rows, in the transaction of the command's result
+    after: Callable[[], None]  # removes the state before
+
+
+class Models:
+    """Opens, closes, loads and saves them."""
+
+    def __init__(self, shared: Shared, checkpoints: Checkpoints) -> None:
+        self._shared, self._registry, self._machine = shared, shared.registry, shared.machine
+        self._checkpoints = checkpoints
+        self._broken: dict[str, str] = {}  # model -> why its gradients since the last step cannot be used
+
+    def _lora(self, model: Model) -> LoraConfig | None:
+        """The adapter of a model. Raises BadRequest for one that is not served."""
+        asked, training = model.lora_config, self._shared.config.training
+        if asked is None:
+            if not training.whole_weights:
+                raise BadRequest(
+                    "a model without lora_config trains all weights, which needs training.whole_weights=true here"
+                )
+            return None
+        rank = int(asked["rank"])
+        if rank > training.max_lora_rank:
+            raise BadRequest(f"lora_config.rank = {rank}: at most {training.max_lora_rank} is served here")
+        if not (asked["train_attn"] or asked["train_mlp"]):
+            raise BadRequest(
+                "lora_config trains the unembedding alone, which gets no adapter here; set train_mlp or train_attn"
+            )
+        targets = adapter_targets(self._machine.rollout.layers, asked["train_attn"], asked["train_mlp"])
+        if not targets:
+            raise BadRequest(f"{self._shared.base_name} has no such layers: lora_config = {model.lora}")
+        return LoraConfig(rank=rank, alpha=training.lora_alpha, seed=model.seed, targets=targets)
+
+    async def open(self, model: Model) -> None:
+        await self._machine.call(self._machine.open, model.id, self._lora(model))
+
+    async def close(self, model_id: str) -> None:
+        """Give back a model's memory."""
+        self._broken.pop(model_id, None)
+        await self._machine.call(self._machine.close, model_id)
+
+    async def load(self, model: Model, folder: Path, optimizer: bool) -> None:
+        await self._machine.call(self._machine.load, model.id, folder, optimizer)
+        self._broken.pop(model.id, None)
+
+    async def drop_gradients(self, model_id: str) -> None:
+        self._broken.pop(model_id, None)
+        await self._machine.call(self._machine.clear_gradients, model_id)
+
+    async def take_failure(self, model_id: str) -> str | None:
+        """Why no step can be made with the gradients since the last one, which are dropped then; None: it can."""
+        why = self._broken.get(model_id)
+        if why is not None:
+            await self.drop_gradients(model_id)
+        return why
+
+    def note_failure(self, model_id: str, number: int, error: str) -> None:
+        """Remember that a forward_backward command failed."""
+        self._broken.setdefault(model_id, f"forward_backward (seq_id {number}) failed: {error}")
+
+    def packed(self, request: TrainingRequest) -> Work:
+        longest = self._shared.config.training.max_tokens_per_microbatch
+        return pack_request(request, self._machine.rollout.vocabulary, longest)
+
+    async def ensure_open(self, model: Model, command: CommandRow) -> None:
+        """Take a model up again after a restart: its last state, then the gradients that were added since."""
+        if model.id in self._machine.models:
+            return
+        first = self._registry.one(CommandRow, "model = ? AND number = 0", (model.id,))
+        if first is not None and first.error:
+            raise BadRequest(f"the model could not be made: {first.error}")
+        try:
+            await self.open(model)
+            await self._take_up(model, command)
+        except BaseException:
+            await self.close(model.id)  # or the next command would train weights that are not the model's
+            raise
+
+    async def _take_up(self, model: Model, command: CommandRow) -> None:
+        if model.state_folder:
+            await self.load(model, self._checkpoints.folder_named(model.state_folder), True)
+        since = self._registry.find(
+            CommandRow,
+            "model = ? AND number > ? AND number < ? ORDER BY number",
+            (model.id, model.state_after, command.number),
+        )
+        for one in since:
+            if one.kind == TRAIN and one.error:
+                self.note_failure(model.id, one.number, one.error)
+            elif one.kind == TRAIN and one.body is not None:
+                request = read_training(one.body, self._shared.config.limits.dense_elements)
+                if not request.forward_only:
+                    await self._machine.call(self._machine.train, model.id, self.packed(request), False)
+            elif one.kind == "optim_step":  # one that failed: the later ones are in the state
+                await self.drop_gradients(model.id)
+
+    async def write_state(self, model: Model, number: int) -> State:
+        """Write the state of a model after a command."""
+        folder = self._checkpoints.new_folder()
+        await self._machine.call(self._machine.save, model.id, folder)
+        row = replace(model, state_after=number, state_folder=folder.name)
+
+        def commit() -> None:
+            self._registry.put(row)
+            self._registry.change(CommandRow, "body = NULL", "model = ? AND number <= ?", (row.id, number))
+
+        return State(commit, lambda: self._checkpoints.discard(model.state_folder))
