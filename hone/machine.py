@@ -11,6 +11,7 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")  # within a container, its own limits
 MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 MEMORY = (  # limit and use, version 2 and 1
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -37,6 +38,15 @@ def memory() -> tuple[int, int]:
     return total, free
 
 
+def resident() -> tuple[int, int]:
+    """Bytes of this process in memory, and the part of them that is of files or shared; zeros where no file says it."""
+    if not STATM.is_file():
+        return 0, 0
+    fields = STATM.read_text(encoding="ascii").split()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(fields[1]) * page, int(fields[2]) * page
+
+
 def _quota() -> float | None:
     words = _text("cpu.max").split()  # version 2: quota and period in one file; "max" is no quota
     if len(words) == 2 and words[0].isdigit():
@@ -55,4 +65,4 @@ def _text(name: str) -> str:
     return path.read_text(encoding="ascii").strip() if path.is_file() else ""
 
 
-__all__ = ["cores", "memory"]
+__all__ = ["STATM", "cores", "memory", "resident"]

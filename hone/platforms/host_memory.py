@@ -18,6 +18,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST = (1 << 31) - 1  # bytes; an int
 _LITTLE = 0.25  # of the machine's memory
+_GROWN = 1.1  # times the resident memory after the first step
 
 
 def keep_freed() -> None:
@@ -36,15 +37,24 @@ def give_back() -> None:
         library.malloc_trim(0)
 
 
-def give_back_when_short() -> None:
-    """Return all freed memory to the system if little is free on this machine.
+class StepMemory:
+    """Returns freed memory to the system after a step, if little is free on this machine or the process has grown.
 
     Else the next step takes it again as it is; a page that was returned costs a fault and clearing (hundreds of
-    thousands of them in a step).
+    thousands of them in a step). A process grows because freed memory is in pieces that the next array does not fit.
     """
-    total, free = machine.memory()
-    if free < _LITTLE * total:
-        give_back()
+
+    def __init__(self) -> None:
+        self._allowed: float | None = None  # resident bytes; None: what the next step ends with decides
+
+    def step_ended(self) -> None:
+        total, free = machine.memory()
+        resident, _ = machine.resident()
+        if free < _LITTLE * total or resident > (self._allowed or resident):
+            give_back()
+            self._allowed = None
+        elif self._allowed is None:
+            self._allowed = _GROWN * resident
 
 
 def forget_peak() -> None:

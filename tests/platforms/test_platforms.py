@@ -75,6 +75,31 @@ def test_freed_memory_is_used_again_when_told_so():
     assert kept < plain / 2
 
 
+STEPS = """
+import torch
+from hone.machine import resident
+from hone.platforms.host_memory import StepMemory, keep_freed
+
+keep_freed()
+memory = StepMemory()
+for megabytes in (400, 400, 800, 800):
+    arrays = [torch.ones(1 << 20) for _ in range(megabytes // 4)]
+    kept = torch.ones(1)  # beyond the arrays, which glibc would otherwise cut off the end of the heap
+    del arrays
+    memory.step_ended()
+    print(resident()[0] >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps freed memory")
+def test_freed_memory_is_kept_between_steps_until_the_process_has_grown():
+    found = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=True)
+    first, second, third, fourth = map(int, found.stdout.split())
+    assert abs(second - first) < 100  # the same memory again
+    assert third < first - 300  # it had grown by 400 MiB, and all that was freed is given back
+    assert fourth > third + 600  # what steps need now is what they may keep
+
+
 def test_the_cpu_is_always_available():
     cpu = CpuPlatform()
     assert cpu.why_unavailable() == ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone import machine
 from hone.config import Choice
 from hone.tracking.base import FINISHED, RunInfo, Tracker
 
@@ -26,7 +26,7 @@ LOAD = "load"  # everything before the first step
 BETWEEN = "other"  # no phase
 EVERY_S = 0.01
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-STATM, STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
+STATUS = Path("/proc/self/status")
 
 
 class Gauge(Protocol):
@@ -108,12 +108,12 @@ class _Host:
         if self._heap is None:
             return
         ctypes.CDLL(None).malloc_trim(0)  # so that what is resident is used
-        resident, shared = _sizes()
+        resident, shared = machine.resident()
         heap = self._heap()
         self._rest = resident - shared - heap.uordblks - heap.hblkhd  # Python's own memory, stacks
 
     def take(self) -> int:
-        resident, shared = _sizes()
+        resident, shared = machine.resident()
         if self._heap is None:
             return resident
         heap = self._heap()
@@ -123,19 +123,10 @@ class _Host:
 @lru_cache(maxsize=1)
 def _mallinfo() -> Any:
     library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2") or not STATM.is_file():
+    if not hasattr(library, "mallinfo2") or not machine.STATM.is_file():
         return None
     library.mallinfo2.restype = _Heap
     return library.mallinfo2
-
-
-def _sizes() -> tuple[int, int]:
-    """Resident bytes, and the part of them that is of files or shared."""
-    if not STATM.is_file():
-        return 0, 0
-    fields = STATM.read_text(encoding="ascii").split()
-    page = os.sysconf("SC_PAGE_SIZE")
-    return int(fields[1]) * page, int(fields[2]) * page
 
 
 def _peak_resident() -> int:

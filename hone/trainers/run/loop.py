@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from hone.diagnosis.live import LiveRules
 from hone.models.building import into_place
-from hone.platforms.host_memory import give_back_when_short
+from hone.platforms.host_memory import StepMemory
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
 from hone.tracking.base import Interrupted, TrackingError
@@ -106,7 +106,7 @@ class Trainer(ABC):
     def run(self) -> None:
         """Train to the last step. Raises Interrupted after a signal, and any error after saving the last whole step."""
         with self._signals(), _frozen_garbage():
-            step = self.resume()
+            step, memory = self.resume(), StepMemory()
             try:
                 if step == 0:
                     self._settle(0)
@@ -117,7 +117,7 @@ class Trainer(ABC):
                 while step < self.steps:
                     with self._profiler.step(step + 1), self.recorder.timer.step():
                         self.step(step + 1)
-                        give_back_when_short()
+                        memory.step_ended()
                     step += 1
                     self._settle(step)
                     self._write(step, self.evaluate(step))
