@@ -135,7 +135,7 @@ class NestedTurns:
 
 @dataclass(frozen=True, slots=True)
 class Shifts:
-    """Which of several queues are served at the same time: at most `places`, each for `most` pieces of work.
+    """The queues, of several, that are served at the same time: at most `places`, each for `most` pieces of work.
 
     A queue keeps its place while it has work, and beyond `most` pieces only if no other one waits for a place. A place
     is free once nothing of its queue runs.

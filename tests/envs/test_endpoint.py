@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from hone.data.rendering import Renderer
 from hone.envs.agents import sessions
-from hone.envs.agents.endpoint import LARGEST_BODY, Endpoint, _InLoopServer
+from hone.envs.agents.endpoint import LARGEST_BODY, Endpoint
 from hone.envs.agents.sessions import AgentTask
 from hone.envs.tool_calls import arguments_text, hermes
-from hone.processes.listening import BodyRefused, Refusals, bounded, read_body
+from hone.processes.listening import BodyRefused, LoopServer, Refusals, bounded, read_body
 from hone.rollout.adapters import AdapterFiles
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
@@ -806,7 +806,7 @@ def test_half_open_connections_are_few_and_timed():
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         config = uvicorn.Config(app, lifespan="off", log_level="warning", http=bounded(refusals, lambda: 8, head_s=0.5))
-        server = _InLoopServer(config)
+        server = LoopServer(config)
         serving = asyncio.create_task(server.serve([listener]))
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for _, writer in idle:

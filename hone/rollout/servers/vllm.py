@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hone.models.attention.support import carries_state
 from hone.models.routing import expert_count
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
-from hone.rollout.adapters import AdapterKind, check_adapter
+from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import with_routes
@@ -123,7 +122,6 @@ FURTHER_PACKAGES: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
-SNAPSHOTS = 4  # adapters that a frozen model serves at a time, unless `max_loras` says otherwise
 NAMED = 5  # most layers in a message
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -135,6 +133,7 @@ class VllmServer(EngineServer):
     takes_images = True
     no_schema = ""
     positional_seed = False  # the random stream restarts with each request
+    snapshot_server = "hone.rollout.servers.vllm_snapshots:VllmSnapshots"
     health = "/health"
     package = "vllm"
     how_to_install = HOW_TO_INSTALL
@@ -172,9 +171,6 @@ class VllmServer(EngineServer):
         super()._reset()
         self._adapter: str | None = None  # model name of requests
         self._adapters: dict[str, tuple[int, str]] = {}  # name -> vLLM's number and the folder of the files
-        self._scoring: dict[str, str] = {}  # scoring request -> its adapter
-        self._names = set(self._spec.adapters)  # of adapters that requests may name
-        self._limits = replace(self._limits, adapters=self._names)
 
     def _launch(self, site: Site) -> tuple[list[str], dict[str, str]]:
         vision = VISION_OPTIONS if sees_images(self._limits.config) else {}
@@ -214,8 +210,7 @@ class VllmServer(EngineServer):
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if there can be such requests.
         spare = bool(spec.adapters) or spec.frozen
-        places = SNAPSHOTS if spec.frozen else len(every)
-        return {"enable_lora": True, "max_lora_rank": room, "max_loras": places + spare}
+        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + spare}
 
     @classmethod
     def _model_options(cls, config: Any) -> dict[str, Any]:
@@ -264,12 +259,16 @@ class VllmServer(EngineServer):
             "request_id": request_id,
             "token_ids": list(token_ids),
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False},
-            "model": self._scoring.get(request_id, self._adapter),
+            "model": self._scored_adapter(request_id),
         }
         reply = await self.connection.post("/inference/v1/generate", body, self._request_timeout_s)
         if FINISH[reply["choices"][0]["finish_reason"]] is StopReason.ABORTED:
             return None
         return _scored(token_ids, reply.get("prompt_logprobs") or [], top_k)
+
+    def _scored_adapter(self, request_id: str) -> str | None:
+        """Return the adapter with which a sequence is scored."""
+        return self._adapter
 
     async def _computed(self) -> int | None:
         """vLLM counts tokens in its engine's process, which can hang while the server answers the health route."""
@@ -318,41 +317,9 @@ class VllmServer(EngineServer):
         by_worker: Any = await self._call_workers("hone_noted_receipts")
         return [receipt for of_one_rank in zip(*by_worker, strict=True) for receipt in of_one_rank]
 
-    @property
-    def places(self) -> int:
-        """Adapters that a frozen model serves at a time."""
-        return int(self._options["max_loras"]) - 1  # see `_adapter_options`
-
-    async def serve_adapter(self, name: str, folder: Path) -> str:
-        """Serve the adapter in a folder on a frozen model, to requests that name it.
-
-        A name is used once: vLLM keeps KV under it. Returns the digest of what the workers read. Raises RuntimeError
-        unless vLLM loads the adapter whole.
-        """
-        digest = await self._load_adapter(name, str(folder), CONTROL_S)
-        self._names.add(name)
-        return digest
-
-    async def drop_adapter(self, name: str) -> None:
-        """Serve such an adapter no more; no request of it may run."""
-        self._names.discard(name)
-        number, _ = self._adapters.pop(name)
-        await self._unload(name, number)
-
     async def _unload(self, name: str, number: int) -> None:
         await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
         await self._call_workers("hone_forget_adapter", number)
-
-    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0, adapter: str = "") -> Scored:
-        """See `ServerAdapter.score`; `adapter`: of `serve_adapter`, empty: the weights that answer without a name."""
-        if not adapter:
-            return await super().score(request_id, token_ids, top_k)
-        check_adapter(adapter, self._names)
-        self._scoring[request_id] = adapter
-        try:
-            return await super().score(request_id, token_ids, top_k)
-        finally:
-            del self._scoring[request_id]
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> str:
         """Load an adapter, in place of one of the same name, and check that every tensor is used; its digest."""

@@ -24,6 +24,7 @@ from hone.config import ConfigError
 from hone.models.loading import empty_model, folder_of
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
+from hone.registry import resolve
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import ReplicaLost, ServerSpec
@@ -46,7 +47,7 @@ class ServedRollout:
         Raises ConfigError for an engine that cannot, ModelError for a model that cannot be loaded.
         """
         engine = ROLLOUT_ENGINES.get(settings.backend)
-        if not hasattr(engine, "serve_adapter"):
+        if not hasattr(engine, "snapshot_server"):
             raise ConfigError(f"rollout.backend={settings.backend} serves no snapshots; use builtin or vllm")
         if model.path is None:
             raise ConfigError(
@@ -74,7 +75,7 @@ class ServedRollout:
             frozen=True,
             adapter=adapter,
         )
-        self._server: Any = engine(spec)
+        self._server: Any = resolve(engine.snapshot_server)(spec)
         self.at_once = self._server.places  # snapshots that it serves at a time
         if self.at_once < 1:
             raise ConfigError("rollout.engine.max_loras should be 2 or more: one place for adapters stays empty")
