@@ -29,9 +29,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from hone.config import ConfigError
 from hone.platforms.base import PlatformBase, current_platform
 from hone.runtime.base import ActorLost
-from hone.runtime.ray_patches import LOOPBACK, forget_token, kept_sigterm, on_loopback, own_token
+from hone.runtime.ray_patches import (
+    LOOPBACK,
+    end_failed_start,
+    forget_token,
+    kept_sigterm,
+    on_loopback,
+    own_token,
+)
 from hone.runtime.settings import RaySettings
 
+LOG = logging.getLogger("hone")
 SHARE_OF_CPU = 0.001  # CPU share of a rank or server: there may be more than cores, and no bundle may be empty
 PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables that the driver passes on
 GLANCE_S = 0.05  # between checks for an actor's answer
@@ -48,7 +56,7 @@ def address_of(settings: RaySettings) -> str:
 def connect(settings: RaySettings) -> None:
     """Join the cluster of the settings, or start one on this machine. May be called again.
 
-    Raises ConfigError if there is no cluster at the address.
+    Raises ConfigError if there is no cluster at the address, or if none starts here within `start_timeout_s`.
     """
     address = address_of(settings)
     if ray.is_initialized():
@@ -71,14 +79,39 @@ def connect(settings: RaySettings) -> None:
                 "run `ray start` on every machine first"
             ) from error
         return
-    with on_loopback(), own_token(), kept_sigterm():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=LOOPBACK,
-        )
+    _start_here(settings)
+
+
+def _start_here(settings: RaySettings) -> None:
+    """Start a cluster on this machine, again and again until `start_timeout_s`: Ray waits 30 s for its own processes.
+
+    A busy machine takes longer to start them.
+    """
+    begun, attempts = time.monotonic(), 0
+    while True:
+        attempts += 1
+        try:
+            with on_loopback(), own_token(), kept_sigterm():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address=LOOPBACK,
+                )
+            return
+        except Exception as error:  # Ray has no class of its own for this
+            if "timed out" not in str(error).lower():
+                raise
+            end_failed_start(error)
+            reason, passed = " ".join(str(error).split()), time.monotonic() - begun
+            if passed > settings.start_timeout_s:
+                raise ConfigError(
+                    f"{settings.key_of('start_timeout_s')}={settings.start_timeout_s:g}: Ray did not start here in "
+                    f"{attempts} attempt(s) and {passed:.0f} s ({reason}); give it more time, or make the machine less "
+                    "busy"
+                ) from error
+            LOG.warning("Ray did not start here within %.0f s, another attempt: %s", passed, reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,3 +72,15 @@ def own_token() -> Iterator[None]:
 def forget_token() -> None:
     """Read the token anew when the next cluster is joined."""
     importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()
+
+
+def end_failed_start(error: BaseException) -> None:
+    """End the processes of the node whose start raised `error`: Ray leaves them running until this process ends.
+
+    https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/node.py (`Node.__init__`)
+    """
+    node: Any = importlib.import_module("ray._private.node")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        started = frame.f_locals.get("self")
+        if isinstance(started, node.Node):
+            started.kill_all_processes(check_alive=False)
