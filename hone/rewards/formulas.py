@@ -30,6 +30,9 @@ _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
+_DIGITS = r"\s?(\d|\{\d{1,9}\})"  # of a fraction: \frac13 is \frac{1}{3}
+_PERCENT = re.compile(rf"(?<![\w./\\^{{)}}])(?:(\d{{1,9}})\s?)?\\[dt]?frac{_DIGITS}{_DIGITS}\s?\\?%")
+_MIXED_PERCENT = re.compile(rf"{_MIXED.pattern}\s?\\?%")
 _CASES = re.compile(  # a system of equations, row by row
     r"(?:\\left\s?\\\{\s?)?\\begin\s?\{(?:cases|aligned|align\*?|gathered|array)\}(?:\{[lcr]{1,3}\})?"
     r"((?:(?!\\(?:begin|end)\b)[^&]){1,2000})\\end\s?\{[a-z]{1,9}\*?\}(?:\s?\\right\s?\.)?"
@@ -230,7 +233,8 @@ def prose(text: str) -> str:
     text = re.sub(
         rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text
     )
-    text = _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text)
+    text = _MIXED_PERCENT.sub(lambda one: f" ${_fractions(one[0])}$ ", text)
+    text = _PERCENT.sub(_percent, _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text))
     text = _SQUARE.sub(lambda one: f" ${one[1]}^{{{one[2].translate(_POWERS)}}}$ ", text)
     return CLOCK.sub(" (a time) ", text)
 
@@ -311,7 +315,13 @@ def _unwrapped(text: str) -> str:
 def _fractions(text: str) -> str:
     """`3½` and `3 1/2` as mixed numbers in LaTeX."""
     text = re.sub(rf"\s?([{''.join(_VULGAR)}])", lambda found: _VULGAR[found[1]], text)
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return _PERCENT.sub(_percent, _MIXED.sub(r"\1\\frac{\2}{\3}", text))
+
+
+def _percent(found: re.Match[str]) -> str:
+    """Percents of a mixed number as those of a fraction: of `33\\frac13\\%` math-verify reads 1/3 %."""
+    over, under = (int(one.strip("{}")) for one in found.groups()[1:])
+    return f"\\frac{{{int(found[1] or 0) * under + over}}}{{{under}}}\\%"
 
 
 __all__ = [

@@ -26,7 +26,7 @@ from math_verify import parse, verify
 from sympy import Basic, Expr, Mul, Pow, Product, Rational, Set, Symbol, factorial
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from hone.rewards.answers.inequalities import solutions
+from hone.rewards.answers.inequalities import inequality_at_the_end, solutions
 from hone.rewards.answers.words import clocks, dates, has_numbers_and_names, is_words, letters, words
 from hone.rewards.extraction import joined, spelled
 from hone.rewards.formulas import (
@@ -187,6 +187,9 @@ def _answers(truth: Truth, response: str) -> bool:
         return True
     if _is_text(truth.text):
         return False
+    said = inequality_at_the_end(_last_line(response))
+    if said is not None and not _after_answer(response):
+        return _equal(truth, plain(said))
     if _verified(truth, _parse(prose(response))):
         return True
     return expected is None and any(_equal(truth, plain(one)) for one in _after_answer(response))

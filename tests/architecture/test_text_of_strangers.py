@@ -28,7 +28,7 @@ from hone.envs.tool_calls import split_thought
 from hone.processes.frames import _decode, _deepest
 from hone.processes.untrusted_json import parse_json
 from hone.rewards import REWARDS
-from hone.rewards.answers.inequalities import conditions
+from hone.rewards.answers.inequalities import conditions, inequality_at_the_end
 from hone.rewards.answers.words import clocks, has_numbers_and_names, is_words, letters, words
 from hone.rewards.code import last_block
 from hone.rewards.exact_match import exact_match
@@ -101,6 +101,7 @@ def _formulas(text: str) -> None:
         dollars_at_the_end,
         unit_at_the_end,
         conditions,
+        inequality_at_the_end,
         has_numbers_and_names,
         letters,
     ):
@@ -131,7 +132,16 @@ READERS: dict[str, Reader] = {
         (
             *("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
             *("1 cent ", "1,1", "$1", "1 dollar ", "\\begin{cases}", "\\begin{cases}a\\end{cases}"),
-            *("x<1 or ", "\\{x:x<", "\\text{ and }x>", "\\alpha{a ", "\\text{cm}^2"),
+            *(
+                "x<1 or ",
+                "x<1, ",
+                "\\{x:x<",
+                "\\text{ and }x>",
+                "\\alpha{a ",
+                "\\text{cm}^2",
+                "1 1/2 %",
+                "1\\frac12\\%",
+            ),
         ),
     ),
     "reward exact_match": Reader(
@@ -173,7 +183,9 @@ TRIED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("_SCIENTIFIC", "_POWER", "_GAPS", "_GROUPS", "_UNDER"), "reward gsm8k"),
         **dict.fromkeys(("_UNIT", "_JOINING", "2 without a name"), "numbers alone"),
     },
-    "hone/rewards/answers/inequalities.py": dict.fromkeys(("_SIGNS", "_BUILDER", "_JOINED"), "formulas"),
+    "hone/rewards/answers/inequalities.py": dict.fromkeys(
+        ("_SIGNS", "_WRITTEN_SIGNS", "_BUILDER", "_JOINED"), "formulas"
+    ),
     "hone/rewards/answers/words.py": dict.fromkeys(
         ("CLOCK", "TEXT", "_DATE", "_LETTERS", "_COMMANDS", "7 without a name"), "formulas"
     ),
@@ -187,6 +199,8 @@ TRIED: dict[str, dict[str, str]] = {
                 "_POWER_OF_UNIT",
                 "_RATIO",
                 "_MIXED",
+                "_MIXED_PERCENT",
+                "_PERCENT",
                 "_TAG",
             ),
             *(

@@ -1,7 +1,7 @@
 """Inequalities in one variable as sets of numbers: `x < 2` is the interval `(-\\infty, 2)`.
 
-math-verify compares a single inequality with an interval. It reads `x < -1 or x > 2` as a list of two inequalities, and
-`\\{x : x < 2\\}` as text.
+math-verify compares a single inequality with an interval. It reads `x < -1 or x > 2` as a list of two inequalities,
+`\\{x : x < 2\\}` as text, and of `So x < 2.` the number.
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from sympy import Basic, Intersection, Set, Union
+from sympy import Basic, Intersection, S, Set, Union
 from sympy.core.relational import Equality, Relational
 from sympy.logic.boolalg import And
 
 from hone.rewards.answers.words import letters
+
+Kind = Literal["all", "any", "list"]
+"""How many of several inequalities hold: all, one at least, or what a list means."""
 
 _SIGNS = re.compile(r"[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|lt|gt|ne|neq)(?![a-z])")
 _BUILDER = re.compile(
     r"\\?\{\s?[A-Za-z]\s?(?:\\in\s?(?:\\mathbb\s?\{?\s?R\s?\}?|R)\s?)?(?:\\mid\b|\\vert\b|\\colon\b|[|:])(.{1,400})\\?\}"
 )
 _JOINED = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox)\s?\{\s?(or|and)\s?\}|\\(lor|land|vee|wedge)\b|\b(or|and)\b)")
-_ANY = ("or", "lor", "vee")
+_KINDS: dict[Kind, set[str]] = {"any": {"or", "lor", "vee"}, "all": {"and", "land", "wedge"}}
 _MOST = 10  # inequalities of one answer
+_MOST_WORDS, _LONGEST = 60, 600  # of inequalities in running text
+_WRITTEN_SIGNS = re.compile(rf"[≤≥≠]|{_SIGNS.pattern}")
+_MARKS = frozenset("0123456789<>=≤≥≠^_\\{}()[]+-*/|")  # no word has one
 
 
 ParseFn = Callable[[str], tuple[Any, ...]]
@@ -39,34 +45,59 @@ class Solutions:
 
 
 def solutions(text: str, parse: ParseFn) -> Solutions | None:
-    """The numbers that satisfy inequalities in one variable, joined by "or" or "and" or not at all.
+    """The numbers that satisfy inequalities in one variable, joined by "or" or "and", in a list, or alone.
 
-    None for another text, and for inequalities that sympy cannot solve.
+    A list is read as "and", and as "or" where no number satisfies all of it. None for another text, and for
+    inequalities that sympy cannot solve.
     """
-    parts, any_of_them = conditions(text)
+    parts, kind = conditions(text)
     found = [_solved(one, parse) for one in parts]
     solved = [one for one in found if one is not None]
     variables = {one.variable for one in solved}
     if len(variables) != 1 or len(solved) < len(found):
         return None
-    joined = Union if any_of_them else Intersection
-    return Solutions(joined(*(one.numbers for one in solved)), variables.pop())
+    both, either = Intersection(*(one.numbers for one in solved)), Union(*(one.numbers for one in solved))
+    listed_apart = kind == "list" and both is S.EmptySet
+    return Solutions(either if kind == "any" or listed_apart else both, variables.pop())
 
 
-def conditions(text: str) -> tuple[list[str], bool]:
-    """The inequalities in a text, and whether one of them is enough; none for a text of another form.
+def conditions(text: str) -> tuple[list[str], Kind]:
+    """The inequalities in a text, and how many of them are to hold; none for a text of another form.
 
-    >>> conditions(r"x<1 \\text{ or } x>2"), conditions(r"\\{x : x<2\\}"), conditions("(1, 2)")
-    ((['x<1', 'x>2'], True), (['x<2'], False), ([], False))
+    >>> conditions(r"x<1 \\text{ or } x>2"), conditions(r"\\{x : x<2\\}"), conditions("x>1, x<2"), conditions("(1, 2)")
+    ((['x<1', 'x>2'], 'any'), (['x<2'], 'all'), (['x>1', 'x<2'], 'list'), ([], 'all'))
     """
-    bare = text.replace("\\left", "").replace("\\right", "").strip()
+    bare = text.replace("\\left", "").replace("\\right", "").replace("$", "").strip()
     builder = _BUILDER.fullmatch(bare)
     condition = builder[1].rstrip("\\") if builder else bare
     if not _SIGNS.search(condition):
-        return [], False
-    parts = [one.strip(" ,;") for one in _JOINED.sub("\0", condition).split("\0")]
-    kinds = {"".join(joint) in _ANY for joint in _JOINED.findall(condition)}
-    return ([], False) if len(kinds) > 1 or len(parts) > _MOST else (parts, kinds == {True})
+        return [], "all"
+    joints = {"".join(joint) for joint in _JOINED.findall(condition)}
+    listed = [one.strip() for one in _JOINED.sub(",", condition).replace(";", ",").split(",") if one.strip()]
+    if all(map(_SIGNS.search, listed)):
+        parts, kinds = listed, {*(["list"] if not joints and len(listed) > 1 else [])}
+    else:  # a comma within an inequality
+        parts, kinds = [one.strip(" ,;") for one in _JOINED.sub("\0", condition).split("\0")], set()
+    kinds |= {name for name, words in _KINDS.items() if joints & words}
+    return ([], "all") if len(kinds) > 1 or len(parts) > _MOST else (parts, kinds.pop() if kinds else "all")
+
+
+def inequality_at_the_end(text: str) -> str | None:
+    """The inequalities in a variable that end a text without dollars; None if it ends otherwise.
+
+    >>> inequality_at_the_end("So x < -1 or x > 2."), inequality_at_the_end("So x < 2, and 4 is none.")
+    ('x < -1 or x > 2', None)
+    """
+    kept: list[str] = []
+    for word in reversed(text[-_LONGEST:].replace("$", " ").replace("*", " ").split()[-_MOST_WORDS:]):
+        name = "".join(filter(str.isalpha, word))
+        if len(name) > 1 and name not in ("or", "and") and _MARKS.isdisjoint(word):
+            break
+        kept.append(word)
+    found = " ".join(reversed(kept)).strip(" .,;:")
+    while found.startswith(("or ", "and ")):
+        found = found.partition(" ")[2]
+    return found if _WRITTEN_SIGNS.search(found) and letters(_JOINED.sub(" ", found)) else None
 
 
 def _solved(text: str, parse: ParseFn) -> Solutions | None:
@@ -86,4 +117,4 @@ def _solved(text: str, parse: ParseFn) -> Solutions | None:
     return Solutions(found, variables[0]) if isinstance(found, Set) else None
 
 
-__all__ = ["Solutions", "conditions", "solutions"]
+__all__ = ["Solutions", "conditions", "inequality_at_the_end", "solutions"]
