@@ -722,6 +722,58 @@ def test_text_that_a_template_leaves_out_of_an_answer_with_calls_is_an_error(mak
     assert dropping.render_sample(conversation) == dropping.render_sample(alone)
 
 
+def calling(*names):
+    return {"tool_calls": [{"type": "function", "function": {"name": name, "arguments": {"a": "b"}}} for name in names]}
+
+
+CALLS = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+RESULTS = (
+    "{% if message.tool_calls %}{% for one in messages if one.role == 'tool' %}{{ one.content }}{% endfor %}{% endif %}"
+)
+SAYS = "{{ '<|im_start|>' + message.role + '\n' }}%s{{ '<|im_end|>\n' }}"
+NESTED = (  # results within the answer that calls, as in Gemma's
+    "{% for message in messages if message.role != 'tool' %}" + SAYS + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{% if message.content %}{{ message.content }}{% else %}" + CALLS + "{% endif %}" + RESULTS,  # DeepSeek-R1
+        CALLS + RESULTS + "{{ message.content }}",  # Gemma 4
+    ],
+)
+def test_an_answer_whose_text_replaces_its_calls_or_follows_their_results_is_an_error(make_tokenizer, said):
+    conversation = [user("5?"), {**assistant("Let me see."), **calling("add")}]
+    tokenizer = make_tokenizer(NESTED % said)
+    with pytest.raises(RenderingError, match="message 1 has text before its tool_calls, which the chat template does"):
+        Renderer(tokenizer).render_sample(conversation)
+    renderer = Renderer(tokenizer, unrendered="drop")
+    ids, mask = renderer.render_sample(conversation)
+    (found,) = learnt(renderer, ids, mask)
+    assert '"name": "add"' in found
+    assert "Let me see." not in found
+
+
+def test_text_that_a_template_renders_after_the_calls_is_learnt_there_and_told_once(make_tokenizer, caplog):
+    renderer = Renderer(make_tokenizer(NESTED % (CALLS + "{{ message.content }}" + RESULTS)))
+    for _ in range(2):
+        ids, mask = renderer.render_sample([user("5?"), {**assistant("Let me see."), **calling("add")}])
+        assert learnt(renderer, ids, mask)[0].endswith("}Let me see.<|im_end|>")
+    (record,) = caplog.records
+    assert "renders the text of an answer after its tool_calls" in record.message
+
+
+def test_calls_after_the_first_that_a_template_leaves_out_are_an_error(make_tokenizer):
+    """gpt-oss's template renders one call."""
+    first = "{{ message.tool_calls[0] | tojson if message.tool_calls else message.content }}"
+    renderer = Renderer(make_tokenizer(NESTED % first))
+    renderer.render_sample([user("5?"), {**assistant(""), **calling("add")}])
+    with pytest.raises(RenderingError, match="message 1 has more than one call in tool_calls, which the chat template"):
+        renderer.render_sample([user("5?"), {**assistant(""), **calling("add", "sub")}])
+
+
 WITH_QUESTION = MARKED.replace(
     "{% for",
     "{% if 'user' not in messages | map(attribute='role') %}{{ raise_exception('no question') }}{% endif %}"

@@ -7,6 +7,7 @@ see.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, Literal, Protocol
 
 from hone.data.messages import RenderingError, Tools
 from hone.types import Message
+
+LOG = logging.getLogger("hone")
 
 RenderFn = Callable[[Sequence[Message]], str | None]
 """Messages in the form of the template -> its text; None if it refuses them."""
@@ -33,7 +36,8 @@ EXAMPLE_TOOLS: Tools = (
 THOUGHT = re.compile(r"[<\[◁]\|?(?P<end>/?)(?:seed:)?(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
 """A mark around a thought."""
 
-_PROBE, _SAID = "answer-1b60f4", "text-5e07ab"
+_PROBE, _SAID, _RESULT = "answer-1b60f4", "text-5e07ab", "result-c3d902"
+_ID = "call0000%d"  # of a call; Mistral's template takes nine letters and digits
 _PROBES = re.compile(_PROBE + r"-(\d+)\.")
 _PLACES = 256  # answers that are kept; one is some kB for a long conversation
 _USUAL = ("user", "assistant", "tool")  # roles that templates show wherever they accept them
@@ -190,8 +194,11 @@ class TemplateForm:
                 hidden.append("tool_calls")
             else:
                 found["tool_calls"] = [_with_arguments(call, self._calls.as_text) for call in calls]
-                if found.get("content") and self._hides_text_of_calls:
+                if len(calls) > 1 and self._hides_second_call:
+                    hidden.append("more than one call in tool_calls")
+                if found.get("content") and self._loses_text_of_calls:
                     hidden.append("text before its tool_calls")
+                    found["content"] = ""
                 found["content"] = found.get("content") or self._calls.empty
         if isinstance(found.get("content"), str):
             found["content"] = self._content(found["content"])
@@ -230,20 +237,51 @@ class TemplateForm:
     def _calls(self) -> CallsForm | None:
         """The form of calls; None if the template shows none."""
         forms = [CallsForm(as_text, empty) for as_text in (False, True) for empty in ("", None)]
-        shown = [(form, text) for form in forms if _PROBE in (text := self._called(form)) and "hone_value" in text]
+        tried = [(form, self._render([QUESTION, self._calling(form, 1)]) or "") for form in forms]
+        shown = [(form, text) for form, text in tried if _PROBE in text and "hone_value" in text]
         exact = [form for form, text in shown if "'hone_key'" not in text and '\\"hone_key' not in text]
         return next(iter(exact or [form for form, _ in shown]), None)
 
     @cached_property
-    def _hides_text_of_calls(self) -> bool:
-        """True if the template shows the calls of an answer without its text."""
-        return self._calls is not None and _SAID not in self._called(self._calls, self._content(_SAID))
+    def _loses_text_of_calls(self) -> bool:
+        """True if the template does not show an answer's text and its calls, both before the calls' results.
 
-    def _called(self, form: CallsForm, said: Any = "") -> str:
-        """An example of a call in this form."""
-        function = {"name": _PROBE, "arguments": {"hone_key": "hone_value"}}
-        call = _with_arguments({"id": "call00000", "type": "function", "function": function}, form.as_text)
-        return self._render([QUESTION, Message(role="assistant", content=said or form.empty, tool_calls=[call])]) or ""
+        A text between the two is told once: the model learns it there.
+        """
+        text = self._called(1, self._content(_SAID))
+        said, call = text.find(_SAID), text.find(_PROBE)
+        end = text.find(_RESULT) if _RESULT in text else len(text)
+        if call < said < end:
+            LOG.warning("the chat template renders the text of an answer after its tool_calls, where it is learnt, too")
+        return not (-1 < said < end and -1 < call < end)
+
+    @cached_property
+    def _hides_second_call(self) -> bool:
+        """True if the template shows only one of an answer's calls."""
+        return f"{_PROBE}-1" not in self._called(2)
+
+    def _called(self, count: int, said: Any = "") -> str:
+        """An example of calls with the results that follow them, if the template takes those."""
+        assert self._calls is not None
+        answer = self._calling(self._calls, count, said)
+        results = [
+            Message(role="tool", content=self._content(_RESULT), name=f"{_PROBE}-{number}", tool_call_id=_ID % number)
+            for number in range(count)
+        ]
+        return self._render([QUESTION, answer, *results]) or self._render([QUESTION, answer]) or ""
+
+    def _calling(self, form: CallsForm, count: int, said: Any = "") -> Message:
+        """An answer with calls in this form, whose names end with their numbers."""
+        calls = [
+            {
+                "id": _ID % number,
+                "type": "function",
+                "function": {"name": f"{_PROBE}-{number}", "arguments": {"hone_key": "hone_value"}},
+            }
+            for number in range(count)
+        ]
+        shown = [_with_arguments(call, form.as_text) for call in calls]
+        return Message(role="assistant", content=said or form.empty, tool_calls=shown)
 
 
 def _misplaced(messages: Sequence[Message], text: str) -> tuple[int, str] | None:
