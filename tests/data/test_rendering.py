@@ -746,7 +746,7 @@ NESTED = (  # results within the answer that calls, as in Gemma's
 )
 def test_an_answer_whose_text_replaces_its_calls_or_follows_their_results_is_an_error(make_tokenizer, said):
     conversation = [user("5?"), {**assistant("Let me see."), **calling("add")}]
-    tokenizer = make_tokenizer(NESTED % said)
+    tokenizer = make_tokenizer(NESTED.replace("SAID", said))
     with pytest.raises(RenderingError, match="message 1 has text before its tool_calls, which the chat template does"):
         Renderer(tokenizer).render_sample(conversation)
     renderer = Renderer(tokenizer, unrendered="drop")
@@ -757,7 +757,7 @@ def test_an_answer_whose_text_replaces_its_calls_or_follows_their_results_is_an_
 
 
 def test_text_that_a_template_renders_after_the_calls_is_learnt_there_and_told_once(make_tokenizer, caplog):
-    renderer = Renderer(make_tokenizer(NESTED % (CALLS + "{{ message.content }}" + RESULTS)))
+    renderer = Renderer(make_tokenizer(NESTED.replace("SAID", CALLS + "{{ message.content }}" + RESULTS)))
     for _ in range(2):
         ids, mask = renderer.render_sample([user("5?"), {**assistant("Let me see."), **calling("add")}])
         assert learnt(renderer, ids, mask)[0].endswith("}Let me see.<|im_end|>")
@@ -768,7 +768,7 @@ def test_text_that_a_template_renders_after_the_calls_is_learnt_there_and_told_o
 def test_calls_after_the_first_that_a_template_leaves_out_are_an_error(make_tokenizer):
     """gpt-oss's template renders one call."""
     first = "{{ message.tool_calls[0] | tojson if message.tool_calls else message.content }}"
-    renderer = Renderer(make_tokenizer(NESTED % first))
+    renderer = Renderer(make_tokenizer(NESTED.replace("SAID", first)))
     renderer.render_sample([user("5?"), {**assistant(""), **calling("add")}])
     with pytest.raises(RenderingError, match="message 1 has more than one call in tool_calls, which the chat template"):
         renderer.render_sample([user("5?"), {**assistant(""), **calling("add", "sub")}])
