@@ -730,7 +730,7 @@ CALLS = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor 
 RESULTS = (
     "{% if message.tool_calls %}{% for one in messages if one.role == 'tool' %}{{ one.content }}{% endfor %}{% endif %}"
 )
-SAYS = "{{ '<|im_start|>' + message.role + '\n' }}%s{{ '<|im_end|>\n' }}"
+SAYS = "{{ '<|im_start|>' + message.role + '\\n' }}SAID{{ '<|im_end|>\\n' }}"
 NESTED = (  # results within the answer that calls, as in Gemma's
     "{% for message in messages if message.role != 'tool' %}" + SAYS + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
