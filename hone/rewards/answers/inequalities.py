@@ -74,11 +74,11 @@ def conditions(text: str) -> tuple[list[str], Kind]:
         return [], "all"
     joints = {"".join(joint) for joint in _JOINED.findall(condition)}
     listed = [one.strip() for one in _JOINED.sub(",", condition).replace(";", ",").split(",") if one.strip()]
-    if all(map(_SIGNS.search, listed)):
-        parts, kinds = listed, {*(["list"] if not joints and len(listed) > 1 else [])}
-    else:  # a comma within an inequality
-        parts, kinds = [one.strip(" ,;") for one in _JOINED.sub("\0", condition).split("\0")], set()
-    kinds |= {name for name, words in _KINDS.items() if joints & words}
+    kinds: set[Kind] = {name for name, words in _KINDS.items() if joints & words}
+    if not all(map(_SIGNS.search, listed)):  # a comma within an inequality
+        parts = [one.strip(" ,;") for one in _JOINED.sub("\0", condition).split("\0")]
+    else:
+        parts, kinds = listed, kinds or ({"list"} if len(listed) > 1 else set())
     return ([], "all") if len(kinds) > 1 or len(parts) > _MOST else (parts, kinds.pop() if kinds else "all")
 
 
