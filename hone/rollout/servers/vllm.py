@@ -20,7 +20,6 @@ from typing import Any
 from hone.config import ConfigError
 from hone.data.routes import routes_of_text
 from hone.models.attention.support import carries_state
-from hone.models.routing import expert_count
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
@@ -32,6 +31,7 @@ from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_ar
 from hone.rollout.servers.host import SOCKET, Site
 from hone.rollout.servers.shape import ServerMachines, ServerRanks, size_option
 from hone.rollout.servers.vllm_images import features_of
+from hone.rollout.servers.vllm_kernels import check_fits
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, GenerationRequest, PauseMode, Scored, StopReason
 
@@ -108,18 +108,10 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
-CPU_LACKS: Mapping[str, str] = {  # type of model -> what vLLM's build for CPUs has no kernel for
-    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "Mamba 1"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
-    "kimi_linear": "KDA",
-    "olmo_hybrid": "gated DeltaNet with separate projections",
-}
-CPU_BFLOAT16 = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # its gated DeltaNet on a CPU takes bfloat16 only
 FURTHER_PACKAGES: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("qwen3_5_moe_text", "qwen3_5_text"),
     ("torchvision",),  # vLLM's module for these has images too
 )
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
 NAMED = 5  # most layers in a message
@@ -372,52 +364,6 @@ class VllmServer(EngineServer):
     async def _take_again(self, tags: list[str]) -> None:
         """Wake the given parts. vLLM resumes computing when everything is awake."""
         await self.connection.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
-
-
-def check_fits(shape: ServerRanks, config: Any, options: Mapping[str, Any], model: str) -> None:
-    """Raise ConfigError for what vLLM cannot compute with a model of this transformers configuration."""
-    if shape.data > 1 and not expert_count(config):
-        raise ConfigError(
-            f"rollout.engine.data_parallel_size = {shape.data}: {model} (model.path) has no experts, so its data "
-            "parallel ranks would be servers that share nothing; set rollout.replicas instead"
-        )
-    if current_platform().device != "cpu":
-        return
-    if options.get("enable_expert_parallel"):
-        raise ConfigError(
-            "rollout.engine.enable_expert_parallel: on a CPU, vLLM's kernel reads experts that the rank does not "
-            "have, which ends in a segmentation fault; leave it out"
-        )
-    kind = config.model_type
-    lacks = CPU_LACKS.get(kind)
-    if kind == "nemotron_h" and "moe" in (config.layer_types or ()):
-        lacks = "experts without gates"
-    if lacks:
-        raise ConfigError(
-            f"rollout.backend=vllm: on a CPU, vLLM has no kernel for {lacks}, and {model} (model.path) is of type "
-            f"{kind!r}: set rollout.backend=builtin, or run it on a GPU"
-        )
-    if kind in CPU_BFLOAT16 and options["dtype"] != "bfloat16":
-        raise ConfigError(
-            f"rollout.backend=vllm: on a CPU, vLLM computes gated DeltaNet in bfloat16 only, and {model} (model.path) "
-            f"would be served in {options['dtype']}: set actor.compute_dtype=bfloat16, or rollout.backend=builtin"
-        )
-    for size in head_sizes(config) - set(CPU_HEAD_SIZES):
-        known = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise ConfigError(
-            f"rollout.backend=vllm: on a CPU, vLLM supports the attention head sizes {known}, and {model} "
-            f"(model.path) has {size} (head_dim in its config.json): set rollout.backend=builtin, or choose "
-            "another model (model.build.head_size=32 for one that is built)"
-        )
-
-
-def head_sizes(config: Any) -> set[int]:
-    """The sizes of attention heads by a transformers configuration; empty for latent attention and for none at all."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]  # Gemma 4
-    if getattr(layers[0], "kv_lora_rank", None):
-        return set()
-    counts = [(one, getattr(one, "num_attention_heads", None)) for one in layers]
-    return {int(getattr(one, "head_dim", None) or one.hidden_size // heads) for one, heads in counts if heads}
 
 
 # --------------------------------------------------------------------------------------------- vLLM's JSON, and ours

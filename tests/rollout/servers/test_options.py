@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
-from hone.rollout.servers.shape import ServerMachines, ServerRanks
-from hone.rollout.servers.vllm import check_fits, head_sizes
+from hone.rollout.servers.shape import ServerMachines
+from hone.rollout.servers.vllm_kernels import head_sizes
 from hone.rollout.settings import RolloutConfig
 from hone.types import GenerationRequest, SamplingParams
 from tests.families.types import tiny_config
@@ -293,18 +292,3 @@ def test_a_server_that_is_closed_is_lost_to_requests_with_a_seat(backend, adapte
             await server.score("r", (5, 6))
 
     asyncio.run(ask(adapter_of(backend)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "said"),
-    [
-        ("kimi_linear", "bfloat16", "no kernel for KDA, and m .model.path. is of type 'kimi_linear'"),
-        ("nemotron_h", "bfloat16", "no kernel for experts without gates"),
-        ("qwen3_next", "float32", "gated DeltaNet in bfloat16 only, and m .* in float32: set actor.compute_dtype=bfl"),
-        ("qwen3_next", "bfloat16", ""),
-    ],
-)
-def test_vllm_on_a_cpu_refuses_layers_that_it_has_no_kernel_for(kind, dtype, said):
-    config = tiny_config(kind, {"head_dim": 32} if kind != "kimi_linear" else {})
-    with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_fits(ServerRanks(1, 1, 1), config, {"dtype": dtype}, "m")
