@@ -32,12 +32,14 @@ from torch import Tensor
 from hone.engines.base import Ranks
 from hone.engines.layout import Layout
 from hone.engines.settings import MoeConfig
+from hone.models.attention.indexed import DIVERGENCES, Divergences, indexers
 from hone.models.errors import ModelError
 from hone.models.routing import ROUTES, UNKNOWN, Routers, Routing, expert_count, watched
 from hone.types import Batch, Metric, Metrics, Need
 
 LOADS = "expert_loads"  # an entry of `needs`: count this forward in the step's metrics
-BALANCE, Z_LOSS = "router_aux_loss", "router_z_loss"  # entries of `needs` and of ModelOutput.extras: [T] with gradient
+# Entries of `needs` and of ModelOutput.extras: [T] with gradient
+BALANCE, Z_LOSS, INDEXERS = "router_aux_loss", "router_z_loss", "indexer_loss"
 
 
 class Experts:
@@ -49,7 +51,7 @@ class Experts:
         self._replays = replay != "none"
         self._expected = replay == "rollout"
         self._over_batch = config is not None and config.balance_over == "batch"
-        coefs = {BALANCE: config.router_aux_loss_coef, Z_LOSS: config.router_z_loss_coef} if config is not None else {}
+        coefs = {name: getattr(config, f"{name}_coef", 0.0) for name in (BALANCE, Z_LOSS, INDEXERS)}
         self._coefs = {name: coef for name, coef in coefs.items() if coef > 0}
         self._total_weight: Tensor | None = None  # scalar: sum of the loss weights of the whole optimizer step
         self._frequencies: Tensor | None = None  # [layers, experts] of the whole optimizer step; mean 1
@@ -80,6 +82,8 @@ class Experts:
         `layout.packing.ranks` has the tokens of its slice of the row.
         """
         routing = Routing(part or self.routers, self._given(batch, layout) if self._replays else None)
+        if INDEXERS in self._coefs and torch.is_grad_enabled():
+            layout.packing.layouts[DIVERGENCES] = Divergences()
         with watched(routing):
             yield routing
 
@@ -113,7 +117,7 @@ class Experts:
 
         Of a part of the model: the losses' share of its layers (the whole is the sum over parts), and its routes.
         """
-        if not needs & {LOADS, ROUTES, BALANCE, Z_LOSS}:
+        if not needs & {LOADS, ROUTES, BALANCE, Z_LOSS, INDEXERS}:
             return {}
         tokens = _RankTokens(batch, layout)
         if LOADS in needs:
@@ -127,6 +131,8 @@ class Experts:
         if Z_LOSS in needs:
             square = torch.stack([logits.logsumexp(-1).square() for logits, _ in scored]).sum(0) / self.routers.layers
             found[Z_LOSS] = tokens.per_token(tokens.mean(square[:, None])[:, 0])
+        if INDEXERS in needs:
+            found[INDEXERS] = layout.packing.layouts[DIVERGENCES].mean()[layout.where]
         return found
 
     def _balance(self, routing: Routing, scored: list[tuple[Tensor, Tensor]], tokens: _RankTokens) -> Tensor:
@@ -261,12 +267,14 @@ class _RankTokens:
         return spread
 
 
-def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any) -> Experts | None:
+def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any, split: bool = False) -> Experts | None:
     """Find the experts of a loaded model; None if it is dense. `run` sends a few tokens through it.
 
-    Raises ModelError if a setting needs routers, but the model has none or its routers do not choose by topk. Without
-    such a setting, the model trains without expert metrics.
+    `split`: ranks share the heads of attention. Raises ModelError if a setting needs routers, but the model has none or
+    its routers do not choose by topk, and if indexers should learn that cannot. Without such a setting, the model
+    trains without expert metrics.
     """
+    refuse_indexer_loss(config, name, _why_indexers_stay(model, split))
     try:
         routers = Routers.find(model)
         if routers is not None:
@@ -286,12 +294,30 @@ def require_unused(config: MoeConfig | None, name: str, reason: str) -> None:
         raise ModelError(f"{config.key_of(asked[0])}: {name} cannot do that: {reason}; remove the key")
 
 
+def _why_indexers_stay(model: Any, split: bool) -> str:
+    """Why the indexers of a model cannot learn; empty: they can."""
+    found = indexers(model)
+    if not found:
+        return "it has no indexer"
+    if not all(weight.requires_grad for one in found for weight in one.parameters()):
+        return "with an adapter (actor.lora) their weights are frozen"
+    return "with parallel.tensor a rank has some heads of the attention that they learn from" if split else ""
+
+
+def refuse_indexer_loss(config: MoeConfig | None, name: str, reason: str) -> None:
+    """Raise ModelError if indexers should learn, and there is a `reason` why they cannot."""
+    if config is not None and config.indexer_loss_coef > 0 and reason:
+        key = config.key_of("indexer_loss_coef")
+        raise ModelError(f"{key}: the indexers of {name} cannot learn: {reason}; remove the key")
+
+
 def _asked(config: MoeConfig) -> list[str]:
     """The keys of the section that need routers."""
     asked = {
         "routing_replay": config.routing_replay != "none",
         "router_aux_loss_coef": config.router_aux_loss_coef > 0,
         "router_z_loss_coef": config.router_z_loss_coef > 0,
+        "indexer_loss_coef": config.indexer_loss_coef > 0,
     }
     return [key for key, wanted in asked.items() if wanted]
 

@@ -127,6 +127,9 @@ class MoeConfig(Config):
 
     router_aux_loss_coef: float = setting(0.0, "strength of the load-balancing loss; 0: none", ge=0)
     router_z_loss_coef: float = setting(0.0, "strength of the loss on large router logits; 0: none", ge=0)
+    indexer_loss_coef: float = setting(
+        0.0, "strength of the loss by which indexers of sparse attention (DSA) learn; 0: they stay as they are", ge=0
+    )
     balance_over: Literal["sequence", "batch"] = setting(
         "sequence", "balance loads within each sequence, or over the optimizer step (one more forward)"
     )

@@ -252,6 +252,8 @@ class _Choice(TorchFunctionMode):
                 self.logits = values
             # gather even without replay: a recomputation, which replays, then saves the same tensors
             return torch.return_types.topk((values.gather(-1, self.chosen), self.chosen))
+        if values.shape[-1] < self._experts:  # groups, of which only the choice is used: nothing to save for a backward
+            values = values.detach()
         if self._given is not None and self._experts % values.shape[-1] == 0:
             group = self._given.clamp(min=0) // (self._experts // values.shape[-1])
             needed = torch.zeros_like(values, dtype=torch.bool).scatter(1, group, True)

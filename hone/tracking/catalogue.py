@@ -158,6 +158,7 @@ def _mixture(role: str) -> tuple[Described, ...]:
         Described(f"{role}/router_entropy", "nats", MEAN, "entropy of the router; log(experts) is uniform"),
         Described(f"{role}/router_aux_loss", "", MEAN, "balance loss of the router, before its coefficient"),
         Described(f"{role}/router_z_loss", "", MEAN, "z loss of the router, before its coefficient"),
+        Described(f"{role}/indexer_loss", "", MEAN, "divergence of attention from its indexer, before its coefficient"),
         Described(
             f"{role}/routes_replaced", "share", MEAN, "replayed expert choices that differ from the router's own"
         ),

@@ -18,6 +18,9 @@ from hone.models.settings import BuildConfig, ModelConfig, UseConfig
 from hone.types import LossOutput, merge_metrics
 from tests.engines.spread import OPTIONS, Case, likelihood, make_batch, own_part
 from tests.engines.spread import make_engine as make_case
+from tests.families.checks import make_batch as family_batch
+from tests.families.checks import make_engine as make_family
+from tests.families.types import save_tiny
 from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
@@ -155,6 +158,20 @@ def test_gradients_depend_on_no_cut(moe, checkpointing, make_engine, make_batch,
         assert metrics == pytest.approx(results[0][0], rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite", "nemotron_h", "qwen3_next"])
+def test_layers_are_recomputed_with_the_experts_that_were_chosen_in_groups(kind, tmp_path, losses):
+    """Also beside layers with a state."""
+    folder, batch = save_tiny(kind, tmp_path / "model"), family_batch(0)
+    found = []
+    for checkpointing in (False, True):
+        engine = make_family(folder, activation_checkpointing=checkpointing)
+        with engine.train_mode():
+            engine.forward_backward(batch, losses.likelihood)
+        found.append({name: weight.grad for name, weight in engine.weights.masters.items()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-5, atol=1e-6)
 
 
 def with_other_routes(engine, batch, seed=5):

@@ -157,7 +157,9 @@ class Fsdp2Engine(OffloadingEngine):
             with nullcontext() if self.adapter is None else self.adapter.disabled():
                 check_training(self._body, name)
         moe = spec.engine.moe if self.trained else None  # a model that only infers keeps its own routes
-        self.experts = open_experts(self._body, moe, name, lambda: try_body(self._body))
+        self.experts = open_experts(
+            self._body, moe, name, lambda: try_body(self._body), bool(sizes and sizes.tensor > 1)
+        )
         if self.model_type == "value_model":
             return value_forward(self.model, self.experts)  # type: ignore[arg-type]
         check_head(self.model, hidden, name)

@@ -19,7 +19,7 @@ def choose_in_current_row(queries: Queries) -> list[Tensor]:
         raise RuntimeError("an indexer has to be called inside `with packed(cu_seqlens):`")
     if packing.ranks is not None:
         raise NotImplementedError("sparse attention is not computed by several sequence-parallel ranks")
-    return choose_in_row(queries, packing.runs)
+    return choose_in_row(queries, packing)
 
 
 def adapt(model: Any, choose: ChooseFn = choose_in_current_row) -> None:

@@ -6,24 +6,30 @@
 
 The model's own indexer computes the scores and takes the best `index_topk` keys. Here it sees one run of equal
 sequences at a time: the keys of the sequence, after those of a shared prefix. So a packed row chooses what each
-sequence alone does. The indexer has no gradient, as in transformers: it keeps the weights that it came with. Memory for
-scores and masks grows with the square of a sequence's length.
+sequence alone does. Memory for scores and masks grows with the square of a sequence's length.
+
+The choice has no gradient. An indexer learns by a loss of its own alone, in a forward whose packing has `Divergences`:
+that of the shares of attention, summed over heads, from the softmax of its scores, both over the chosen keys. Neither
+the attention nor what goes into the indexer gets a gradient of it.
 
 Source: DeepSeek-V3.2 (arXiv:2512.02556), and the indexers of transformers 5.19.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hone.models.attention.explicit import attention_weights
 
+DIVERGENCES = "divergences of indexers"  # in `Packing.layouts`, of a forward whose indexers learn
 KeysOf = Callable[[Tensor], Tensor]
 """The indexer's keys of the queries' tokens [n, L, D] -> those of all keys that the queries may see [n, K, D]."""
 
@@ -52,6 +58,54 @@ class Queries:
         visible = visible.expand(count, hidden.shape[1], visible.shape[-1])
         best = self.forward(hidden, compressed, (cos, sin), visible, None, past_key_values=_Keys(keys))
         return torch.zeros_like(visible).scatter(-1, best.long(), True) & visible
+
+    def scoring(self) -> tuple[Queries, _Scores]:
+        """The same call with gradients for the indexer alone, and the scores of each of its choices, as they come."""
+        seen = _Scores()
+        own = inspect.unwrap(self.forward.__func__).__get__(self.indexer)  # type: ignore[attr-defined]
+
+        def forward(*args: Any, **named: Any) -> Tensor:
+            with seen:
+                best: Tensor = own(*args, **named)
+            return best
+
+        return replace(self, forward=forward, inputs=tuple(x.detach() for x in self.inputs)), seen
+
+
+class _Scores(TorchFunctionMode):
+    """Keeps what an indexer's `topk` chooses from: [count, L, K] of each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.topk, torch.Tensor.topk):
+            self.found.append(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class Chosen(list[Tensor]):
+    """The keys that each query of a row sees, [count, L, K] bool for each run."""
+
+    scores: Sequence[Tensor] = ()  # where the indexer learns, until the attention of its layer has taken them
+
+
+class Divergences:
+    """Divergences of attention from the scores of the indexers, of one forward: [T] of its row for each of them."""
+
+    def __init__(self) -> None:
+        self._found: list[Tensor] = []
+        self._taken = False
+
+    def add(self, one: Tensor) -> None:
+        if not self._taken:  # a layer that is recomputed
+            self._found.append(one)
+
+    def mean(self) -> Tensor:
+        """Mean over the indexers, [T] with gradient. Call it once, behind the forward."""
+        self._taken = True
+        return torch.stack(self._found).mean(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +156,14 @@ class _Chooser:
         return self.choose(Queries(self.indexer, self.forward, (hidden, compressed, *turns)))
 
 
-def choose_in_row(queries: Queries, runs: Sequence[Any]) -> list[Tensor]:
-    """`ChooseFn` for a packed row: `runs` are those of its `Packing`."""
+def choose_in_row(queries: Queries, packing: Any) -> Chosen:
+    """`ChooseFn` for a packed row with this `Packing`."""
     kept: list[Tensor] = []  # the keys of each run
-    found, start = [], 0
-    for run in runs:
+    found, start = Chosen(), 0
+    if DIVERGENCES in packing.layouts and torch.is_grad_enabled():
+        queries, seen = queries.scoring()
+        found.scores = seen.found
+    for run in packing.runs:
         tokens = slice(start, start + run.count * run.length)
         prefix = None if run.rows is None else kept[run.source].index_select(0, run.rows)
 
@@ -124,6 +181,40 @@ def causal(length: int, before: int, device: torch.device) -> Tensor:
     return torch.ones(1, length, before + length, dtype=torch.bool, device=device).tril(before)
 
 
+def attend_runs(parts: Sequence[tuple[Tensor, Tensor, Tensor]], packing: Any, scoring: Any) -> list[Tensor]:
+    """Attention of each run of a row over the keys that were chosen, by a `Scoring`."""
+    chosen: Sequence[Tensor] = scoring.chosen
+    rule = scoring.scale, scoring.dropout, scoring.sinks
+    outputs = [attend_chosen(*part, one, *rule) for part, one in zip(parts, chosen, strict=True)]
+    if not (isinstance(chosen, Chosen) and chosen.scores):
+        return outputs
+    runs = zip(parts, chosen, chosen.scores, strict=True)
+    found = torch.cat([divergence(q, k, one, scores, *rule[::2]).flatten() for (q, k, _), one, scores in runs])
+    packing.layouts[DIVERGENCES].add(found)
+    chosen.scores = ()  # later layers that share the choice leave the indexer alone
+    return [outputs[0] + 0 * found.sum().to(outputs[0].dtype), *outputs[1:]]  # ranks without a loss have gradients, too
+
+
+def divergence(q: Tensor, k: Tensor, chosen: Tensor, scores: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Divergence of attention's shares from the softmax of an indexer's `scores`, over the keys `chosen`: [n, L].
+
+    q [n, heads, L, d], k [n, kv_heads, K, d], `chosen` and `scores` [n, L, K]. Equation 4 of DeepSeek-V3.2; only the
+    scores get a gradient.
+    """
+    with torch.no_grad():
+        weights = _weights(q, k, chosen[:, None], scale, sinks).sum(1)
+        shares = weights / weights.sum(-1, keepdim=True)
+    logs = scores.masked_fill(~chosen, float("-inf")).log_softmax(-1)
+    return torch.where(chosen, torch.xlogy(shares, shares) - shares * logs, 0).sum(-1)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Weights of attention, [n, heads, L, K] in float32 at least, without those of the sinks."""
+    hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return attention_weights((q @ k.mT) * scale, hidden, None, None if sinks is None else sinks.view(1, -1, 1, 1))
+
+
 def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scale: float, dropout: float, sinks: Tensor | None
 ) -> Tensor:
@@ -135,8 +226,5 @@ def attend_chosen(
     if sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=groups > 1)
     else:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-        weights = attention_weights((q @ k.mT) * scale, hidden, None, sinks.view(1, -1, 1, 1))
-        out = F.dropout(weights.to(v.dtype), dropout) @ v
+        out = F.dropout(_weights(q, k, mask, scale, sinks).to(v.dtype), dropout) @ v.repeat_interleave(groups, 1)
     return out.transpose(0, 1).flatten(1, 2)

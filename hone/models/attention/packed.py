@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention import flex, varlen
 from hone.models.attention.chunks import chunks
 from hone.models.attention.explicit import attend_explicitly
-from hone.models.attention.indexed import AnyMask, attend_chosen
+from hone.models.attention.indexed import AnyMask, attend_runs
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
 from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.attention.tiled import causal_mask, speeds_up, tiled_attention
@@ -225,8 +225,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
     if scoring.chosen is None:
         outputs = [attend_rows(*part, scoring) for part in parts]
     else:
-        rule = scoring.scale, scoring.dropout, scoring.sinks
-        outputs = [attend_chosen(*part, one, *rule) for part, one in zip(parts, scoring.chosen, strict=True)]
+        outputs = attend_runs(parts, packing, scoring)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
 
 

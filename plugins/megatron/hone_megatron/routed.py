@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.engines.moe import Experts, require_unused
+from hone.engines.moe import Experts, refuse_indexer_loss, require_unused
 from hone.engines.settings import MoeConfig
 from hone.models.routing import ROUTES, Routers
 from hone.types import Batch, ModelOutput, Need
@@ -46,6 +46,7 @@ class RoutedParts:
         if not shape.mixtures:
             require_unused(moe, name, "it has no experts")
             return None
+        refuse_indexer_loss(moe, name, "the megatron engine has none")
         return Experts(Routers(shape.mixtures, shape.num_moe_experts, shape.moe_router_topk), moe)
 
     def run(self, number: int, row: Row, batch: Batch, needs: frozenset[Need]) -> Outputs:
