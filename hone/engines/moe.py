@@ -51,7 +51,8 @@ class Experts:
         self._replays = replay != "none"
         self._expected = replay == "rollout"
         self._over_batch = config is not None and config.balance_over == "batch"
-        coefs = {name: getattr(config, f"{name}_coef", 0.0) for name in (BALANCE, Z_LOSS, INDEXERS)}
+        losses = (BALANCE, Z_LOSS, INDEXERS) if config is not None else ()
+        coefs = {name: float(getattr(config, f"{name}_coef")) for name in losses}
         self._coefs = {name: coef for name, coef in coefs.items() if coef > 0}
         self._total_weight: Tensor | None = None  # scalar: sum of the loss weights of the whole optimizer step
         self._frequencies: Tensor | None = None  # [layers, experts] of the whole optimizer step; mean 1

@@ -9,8 +9,15 @@ from hone.models.attention.packed import Packing, packed
 from hone.models.attention.stateful import Sequences, are_separate, separate_sequences, state_layers
 
 
-class Carrying(nn.Module):
-    """A convolution of four and a decaying sum, with transformers' calls for caches."""
+def decaying_sum(x, decay, initial_state=None):
+    states = [x[:, 0] if initial_state is None else initial_state * decay + x[:, 0]]
+    for t in range(1, x.shape[1]):
+        states.append(states[-1] * decay + x[:, t])
+    return torch.stack(states, 1)
+
+
+class BeginsAnew(nn.Module):
+    """A convolution of four and a decaying sum, with transformers' calls for caches; its kernel takes no state."""
 
     def __init__(self):
         super().__init__()
@@ -22,12 +29,23 @@ class Carrying(nn.Module):
         self.calls.append(tuple(hidden_states.shape[:2]))
         x = hidden_states.transpose(1, 2)
         if cache_params is not None:
-            cache_params.update_conv_state(x, 0)
-        x = F.conv1d(F.pad(x, (3, 0)), self.kernel, groups=3).transpose(1, 2)
-        states = [x[:, 0]]
-        for t in range(1, x.shape[1]):
-            states.append(states[-1] * self.decay + x[:, t])
-        return torch.stack(states, 1) + shift[..., None], states[-1]
+            x = cache_params.update_conv_state(x, 0, conv_kernel_size=4)
+        x = F.conv1d(F.pad(x, (3, 0)), self.kernel, groups=3)[..., -hidden_states.shape[1] :].transpose(1, 2)
+        found = self.sum(x, cache_params)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(found[:, -1], 0)
+        return found + shift[..., None], found[:, -1]
+
+    def sum(self, x, cache_params):
+        return decaying_sum(x, self.decay)
+
+
+class GoesOn(BeginsAnew):
+    """The same with a kernel that begins with a state."""
+
+    def sum(self, x, cache_params):
+        known = cache_params is not None and cache_params.has_previous_state(0)
+        return decaying_sum(x, self.decay, initial_state=cache_params.recurrent_states[0] if known else None)
 
 
 class Pointwise(nn.Linear):
@@ -42,6 +60,10 @@ def test_the_layout_is_the_one_by_hand():
     found = Sequences.of(packing_of([2, 3, 1], [None, 0, 0]))  # two sequences share tokens 0 and 1
     assert [batch.tolist() for batch in found.batches] == [[[0, 1, 2, 3, 4]], [[0, 1, 5]]]
     assert found.places.tolist() == [5, 6, 2, 3, 4, 7]
+    shared = Sequences.going_on(packing_of([2, 3, 1, 4], [None, 0, 0, None]))
+    assert [batch.tolist() for batch in shared.batches] == [[[0, 1]], [[2, 3, 4]], [[5, 5]], [[6, 7, 8, 9]]]
+    assert [None if begin is None else begin.tolist() for begin in shared.begins] == [None, [0], [0], None]
+    assert (shared.prefixes, shared.places.tolist()) == (1, [0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
     padded = Sequences.of(packing_of([4, 1, 5, 4], [None] * 4))
     assert [batch.tolist() for batch in padded.batches] == [
         [[5, 6, 7, 8, 9], [0, 1, 2, 3, 3]],
@@ -57,13 +79,15 @@ def test_padding_adds_at_most_a_quarter_and_no_batch_is_larger_than_the_row(leng
     assert max(batch.numel() for batch in batches) <= sum(lengths)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (4, 0, 2, 1, 5, 3)])
-def test_values_and_gradients_are_those_of_each_sequence_alone(order):
+@pytest.mark.parametrize("cls", [BeginsAnew, GoesOn])
+@pytest.mark.parametrize("order", [tuple(range(11)), (6, 4, 0, 8, 2, 1, 9, 5, 3, 10, 7)])
+def test_values_and_gradients_are_those_of_each_sequence_alone(order, cls):
     torch.manual_seed(0)
-    layer = Carrying().double()
-    shapes = {0: (5, None), 1: (1, 0), 2: (7, 0), 3: (9, None), 4: (2, None), 5: (4, 0)}
+    layer = cls().double()
+    shapes = {0: (5, None), 1: (1, 0), 2: (7, 0), 3: (9, None), 4: (2, None), 5: (4, 0)}  # length, prefix
+    shapes |= {6: (3, None), 7: (4, 6), 8: (2, 6), 9: (5, None), 10: (6, 9)}
     lengths = [shapes[one][0] for one in order]
-    parents = [None if shapes[one][1] is None else order.index(0) for one in order]
+    parents = [None if shapes[one][1] is None else order.index(shapes[one][1]) for one in order]
     row = torch.randn(1, sum(lengths), 3, dtype=torch.float64, requires_grad=True)
     shift = torch.randn(1, sum(lengths), dtype=torch.float64)
     weight = torch.randn(sum(lengths), 3, dtype=torch.float64)
@@ -81,14 +105,16 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(order):
     with packed(packing_of(lengths, parents)):
         found, state = layer(row, shift=shift)
     assert state is None  # states at the end of padded sequences mean nothing
-    assert len(layer.calls) < 5
+    computed = sum(count * length for count, length in layer.calls)
+    assert len(layer.calls) < 11
+    assert (computed <= 1.25 * sum(lengths)) == (cls is GoesOn), "prefixes are computed once, or by each"
     torch.testing.assert_close(found[0], alone, rtol=0, atol=1e-10)
     for one, other in zip(torch.autograd.grad((found[0] * weight).sum(), inputs), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 def test_only_layers_with_a_state_are_changed():
-    model = nn.ModuleDict({"mixer": Carrying(), "mlp": Pointwise(3, 3)})
+    model = nn.ModuleDict({"mixer": GoesOn(), "mlp": Pointwise(3, 3)})
     assert list(state_layers(model)) == ["mixer"]
     assert not are_separate(model)
     separate_sequences(model)

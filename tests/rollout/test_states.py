@@ -7,9 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.builtin.states import bytes_of
 from hone.rollout.settings import BuiltinSettings
 from hone.types import GenerationRequest, SamplingParams, StopReason
 from tests.rollout.conftest import SIZES
+from tests.rollout.test_prefixes import ALL, OPENING, answers, converse, counted
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
 MAMBA2 = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16}
@@ -133,8 +135,47 @@ def test_an_aborted_answer_goes_on_from_its_tokens(finish, gap):
     assert all(part.token_ids for part in parts)
     for prompt, part in zip(PROMPTS[2:], parts, strict=True):
         assert gap(model, prompt, part) < CLOSE
-    for prompt, *answers in zip(longer, kept, again, strict=True):
-        assert all(gap(model, prompt, answer) < CLOSE for answer in answers)
+    for prompt, *both in zip(longer, kept, again, strict=True):
+        assert all(gap(model, prompt, answer) < CLOSE for answer in both)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_three_turns_go_on_from_the_states_of_the_last_block_and_answer_to_the_bit_as_without(kind, finish, gap):
+    model = hybrid(kind)
+    kept, anew = (engine_of(model, kept_kv_tokens=most) for most in (1024, 0))
+    found, expected = finish(converse(kept)), finish(converse(anew))
+    whole = sum(ALL), 0
+    assert counted(kept) == (whole if kind == "jamba" else (39 + (67 - 32) + (95 - 64), 32 + 64))  # see `goes_on`
+    assert counted(anew) == whole
+    assert answers(found) == answers(expected)
+    assert max(gap(model, prompt, one) for prompt, one in found) < CLOSE
+
+
+def test_states_of_several_turns_follow_rows_that_share_and_move(finish, gap):
+    """More conversations than slots, some of them with one opening, whose rows are copied and moved."""
+    model = hybrid("qwen3_5_text")
+    engine = engine_of(model, slots=3)
+    openings = [OPENING, OPENING, OPENING[:5], OPENING[::-1], (*OPENING[:33], 99), OPENING[3:], OPENING]
+
+    async def story():
+        return await asyncio.gather(*(converse(engine, f"{i}", one, 2 + i % 2) for i, one in enumerate(openings)))
+
+    for turns in finish(story()):
+        assert all(gap(model, prompt, one) < CLOSE for prompt, one in turns)
+    assert counted(engine)[1] > 0
+
+
+def test_kept_states_are_bounded_counted_and_given_back(finish):
+    model = hybrid("mamba2")
+    engine = engine_of(model, slots=2)
+    for first in range(4):
+        finish(converse(engine, f"{first}", (60 + first, *OPENING), turns=2))
+    prefixes = engine._scheduler.batch.cache.prefixes
+    conv, recurrent = (64 + 2 * 2 * 8) * 4, 4 * 16 * 8
+    assert bytes_of(next(iter(prefixes._ends.values()))) == 2 * (conv + recurrent) * 4
+    assert len(prefixes._ends) == 2
+    finish(engine.sleep(1))
+    assert engine._scheduler.batch.cache.bytes == prefixes.bytes == 0
 
 
 def test_memory_of_states_is_counted_and_given_back(finish):

@@ -3,9 +3,10 @@
     row [1, T, H] --gather--> [n, L, H]: sequences of like length, right-padded --layer--> --gather--> row [1, T, H]
 
 Convolutions, state-space layers (Mamba) and linear attention (gated DeltaNet, KDA, lightning attention) would carry
-their state into the next sequence of a row. They are causal, so padding behind a sequence changes nothing in it. A
-sequence whose first tokens are shared with others (see `Packing`) gets them in full: the layer computes them once for
-each of these sequences, because not every kernel can begin with a state.
+their state into the next sequence of a row. They are causal, so padding behind a sequence changes nothing in it. Tokens
+that several sequences share (see `Packing`) are computed once, without padding, and the sequences go on from the state
+behind them, with gradients. A layer whose kernel cannot begin with a state (Mamba 1, lightning attention) computes them
+for each of the sequences.
 
 hone finds these layers by what they do: they write a convolution or recurrent state into transformers' cache. A check
 at start-up proves that no other layer of the model carries one (`hone.engines.checks.isolation`).
@@ -13,14 +14,18 @@ at start-up proves that no other layer of the model carries one (`hone.engines.c
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -59,50 +64,154 @@ def are_separate(model: nn.Module) -> bool:
     return all(getattr(layer.forward, "__func__", None) is separate for layer in state_layers(model).values())
 
 
+class Carried:
+    """States of some sequences in one layer, for transformers' layers: a cache and its only layer at once."""
+
+    record_past = False
+
+    def __init__(self, conv: Mapping[int, Tensor | None], recurrent: Mapping[int, Tensor | None]) -> None:
+        """States after the tokens so far, [n, ...] each, by transformers' `state_idx`; without any, sequences begin."""
+        self.conv_states: dict[int, Tensor | None] = defaultdict(lambda: None, conv)
+        self.recurrent_states: dict[int, Tensor | None] = defaultdict(lambda: None, recurrent)
+        self.began_empty = all(one is None for one in (*conv.values(), *recurrent.values()))
+
+    @property
+    def layers(self) -> Carried:
+        return self
+
+    def __getitem__(self, layer: int) -> Carried:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return not self.began_empty
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """Take the inputs [n, channels, L] of a convolution; return them after those that it needs from before."""
+        before = self.conv_states[state_idx]
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is None:
+            seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        else:
+            seen = torch.cat([before, conv_states], -1)
+        self._set(self.conv_states, state_idx, seen[..., -size:])
+        return seen
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0) -> Tensor:
+        self._set(self.recurrent_states, state_idx, recurrent_states)
+        return recurrent_states
+
+    def _set(self, states: dict[int, Tensor | None], index: int, new: Tensor) -> None:
+        states[index] = new
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name for its state."""
+        return self.recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache)
+
+
+@functools.cache
+def goes_on(cls: Any, token_by_token: bool = True) -> bool:
+    """Return whether the layers of a class read a state also where several tokens follow it.
+
+    Those without a recurrent state do, by transformers' call for convolutions; so do those that give it to their
+    kernel, and lightning attention, `token_by_token`. Mamba 1 begins anew.
+    """
+    functions = (one for base in cls.__mro__ for one in vars(base).values() if inspect.isfunction(one))
+    codes = [inspect.unwrap(one).__code__ for one in functions]
+    called = {name for code in codes for name in code.co_names}
+    if "get_linear_cache" in called:
+        return token_by_token
+    if "update_recurrent_state" not in called:
+        return True
+    keywords = {word for code in codes for one in code.co_consts if isinstance(one, tuple) for word in one}
+    return not keywords.isdisjoint(("initial_state", "initial_states"))
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a packed row, each in full, in batches of like length."""
+    """The sequences of a packed row, in batches of like length."""
 
     batches: tuple[Tensor, ...]  # [n, L] int64 each: tokens of the row; behind its end, a sequence's last token again
     places: Tensor  # [T] int64: where each token of the row is in the batches, end to end
+    begins: tuple[Tensor | None, ...]  # [n] int64 each: the prefix from which each sequence goes on; None: it begins
+    prefixes: int = 0  # so many batches are prefixes, which are counted through them and have no padding
 
     @classmethod
     def of(cls, packing: Packing) -> Sequences:
-        """A prefix that several sequences share is in each of them; its tokens are read from one."""
-        ends = np.cumsum(packing.lengths)
-        segments = [np.arange(end - length, end) for end, length in zip(ends, packing.lengths, strict=True)]
-        prefixes = {parent for parent in packing.parents if parent is not None}
+        """Whole sequences: a prefix that several share is in each of them; its tokens are read from one."""
+        segments, prefixes = _segments(packing)
         whole = [
             segment if parent is None else np.concatenate([segments[parent], segment])
             for number, (segment, parent) in enumerate(zip(segments, packing.parents, strict=True))
             if number not in prefixes
         ]
+        groups = [(group, None) for group in _alike(whole, packing.num_tokens)]
+        return cls._laid_out([([whole[i] for i in group], begin) for group, begin in groups], packing)
+
+    @classmethod
+    def going_on(cls, packing: Packing) -> Sequences:
+        """Prefixes first, and then what goes on from them or begins."""
+        segments, prefixes = _segments(packing)
+        by_length = sorted(prefixes, key=packing.lengths.__getitem__)
+        first = [[*same] for _, same in itertools.groupby(by_length, packing.lengths.__getitem__)]
+        number = {segment: place for place, segment in enumerate(itertools.chain(*first))}
+        batches: list[_Batch] = [([segments[i] for i in group], None) for group in first]
+        for shared in (True, False):
+            kept = [i for i, one in enumerate(packing.parents) if i not in prefixes and (one is not None) == shared]
+            for group in _alike([segments[i] for i in kept], packing.num_tokens):
+                chosen = [kept[place] for place in group]
+                begin = [number[parent] for i in chosen if (parent := packing.parents[i]) is not None]
+                batches.append(([segments[i] for i in chosen], begin or None))
+        return cls._laid_out(batches, packing, len(first))
+
+    @classmethod
+    def _laid_out(cls, batches: Sequence[_Batch], packing: Packing, prefixes: int = 0) -> Sequences:
         places = np.empty(packing.num_tokens, np.int64)
-        batches: list[Tensor] = []
+        found: list[Tensor] = []
+        begins: list[Tensor | None] = []
         start = 0
         device = packing.cu_seqlens.device
-        for batch in _alike(whole, packing.num_tokens):
-            width = len(batch[0])
+        for batch, begin in batches:
+            # a single token behind a state would be a step of decoding, which changes the state in place
+            width = max(len(batch[0]), 1 if begin is None else 2)
             index = np.stack([np.pad(tokens, (0, width - len(tokens)), "edge") for tokens in batch])
             for row, tokens in enumerate(batch):
                 places[tokens] = start + row * width + np.arange(len(tokens))
-            batches.append(torch.from_numpy(index).to(device))
+            found.append(torch.from_numpy(index).to(device))
+            begins.append(None if begin is None else torch.tensor(begin, device=device))
             start += index.size
-        return cls(tuple(batches), torch.from_numpy(places).to(device))
+        return cls(tuple(found), torch.from_numpy(places).to(device), tuple(begins), prefixes)
 
 
-def _alike(sequences: Sequence[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
+_Tokens = NDArray[np.int64]
+_Batch = tuple[list[_Tokens], list[int] | None]  # longest first; the prefixes from which they go on
+
+
+def _segments(packing: Packing) -> tuple[list[_Tokens], set[int]]:
+    """Tokens of each segment of a row, and which segments are prefixes."""
+    ends = np.cumsum(packing.lengths)
+    segments = [np.arange(end - length, end) for end, length in zip(ends, packing.lengths, strict=True)]
+    return segments, {parent for parent in packing.parents if parent is not None}
+
+
+def _alike(sequences: Sequence[_Tokens], most: int) -> Iterator[list[int]]:
     """Batches of sequences, longest first, with little padding and at most `most` tokens or one sequence."""
-    batch: list[NDArray[np.int64]] = []
+    batch: list[int] = []
     tokens = 0
-    for sequence in sorted(sequences, key=len, reverse=True):
-        padded = (len(batch) + 1) * len(batch[0]) if batch else 0
-        if padded > min(most, _PADDED * (tokens + len(sequence))):
+    for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True):
+        length = len(sequences[index])
+        padded = (len(batch) + 1) * len(sequences[batch[0]]) if batch else 0
+        if padded > min(most, _PADDED * (tokens + length)):
             yield batch
             batch, tokens = [], 0
-        batch.append(sequence)
-        tokens += len(sequence)
-    yield batch
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch
 
 
 def own_forward(layer: nn.Module, *args: Any, **asked: Any) -> Any:
@@ -132,20 +241,52 @@ def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
             f"{type(layer).__name__} carries a state from token to token, which hone does not hand from rank to rank; "
             "leave parallel.sequence at 1"
         )
-    if "sequences" not in packing.layouts:
-        packing.layouts["sequences"] = Sequences.of(packing)
-    layout: Sequences = packing.layouts["sequences"]
-    row = (1, packing.num_tokens)
-    results = []
-    for batch in layout.batches:
-
-        def laid_out(tensor: Tensor, batch: Tensor = batch) -> Tensor:
-            if tensor.shape[:2] != row:
-                return tensor
-            return tensor[0].index_select(0, batch.flatten()).view(*batch.shape, *tensor.shape[2:])
-
-        results.append(own_forward(layer, *each_tensor(args, laid_out), **each_tensor(asked, laid_out)))
+    cls: Any = type(layer)
+    handed = any(parent is not None for parent in packing.parents) and goes_on(cls, token_by_token=False)
+    key, make = ("going on", Sequences.going_on) if handed else ("sequences", Sequences.of)
+    if key not in packing.layouts:
+        packing.layouts[key] = make(packing)
+    layout: Sequences = packing.layouts[key]
+    given = dict(zip(inspect.signature(cls.forward).parameters, (layer, *args), strict=False)) | asked
+    del given[next(iter(given))]  # the layer itself
+    results: list[Any] = []
+    states: list[Carried] = []  # behind the prefixes
+    for number, (batch, begin) in enumerate(zip(layout.batches, layout.begins, strict=True)):
+        call = each_tensor(given, functools.partial(_laid_out, batch=batch, row=(1, packing.num_tokens)))
+        if number < layout.prefixes or begin is not None:
+            carried = Carried({}, {}) if begin is None else _chosen(states, begin)
+            call |= {cache_argument(cls): carried}
+            if begin is None:
+                states.append(carried)
+        results.append(own_forward(layer, **call))
     return _joined(results, layout)
+
+
+CACHES = ("cache_params", "past_key_values")  # names of the argument
+
+
+@functools.cache
+def cache_argument(cls: Any) -> str:
+    """Return the name by which the forward of a layer with a state takes its cache."""
+    parameters = inspect.signature(cls.forward).parameters
+    return next(name for name in CACHES if name in parameters)
+
+
+def _laid_out(tensor: Tensor, batch: Tensor, row: tuple[int, int]) -> Tensor:
+    """A tensor of the row as one of a batch of sequences; others as they are."""
+    if tensor.shape[:2] != row:
+        return tensor
+    return tensor[0].index_select(0, batch.flatten()).view(*batch.shape, *tensor.shape[2:])
+
+
+def _chosen(states: Sequence[Carried], begin: Tensor) -> Carried:
+    """The states behind these prefixes, which are counted through the batches."""
+
+    def of(parts: Sequence[Mapping[int, Tensor | None]]) -> dict[int, Tensor | None]:
+        found = {key: [one for part in parts if (one := part[key]) is not None] for key in parts[0]}
+        return {key: torch.cat(one).index_select(0, begin) for key, one in found.items() if one}
+
+    return Carried(of([one.conv_states for one in states]), of([one.recurrent_states for one in states]))
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -164,7 +305,8 @@ def _joined(results: Sequence[Any], layout: Sequences) -> Any:
     first = results[0]
     if isinstance(first, tuple):
         return tuple(_joined(parts, layout) for parts in zip(*results, strict=True))
-    if not isinstance(first, Tensor) or first.shape[:2] != layout.batches[0].shape:
+    batches = zip(results, layout.batches, strict=True)
+    if not isinstance(first, Tensor) or any(one.shape[:2] != batch.shape for one, batch in batches):
         return None
     flat = [result.flatten(0, 1) for result in results]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, layout.places)[None]

@@ -5,84 +5,114 @@
 
 A layer writes its state by transformers' calls for caches (`hone.models.attention.stateful`), so `Rows` stands in for
 a cache. A state cannot be cut back to fewer tokens. So only requests that begin together share a prefill of their
-prompt, and nothing is kept between the turns of an episode.
+prompt, and between the turns of an episode the states at the end of the prompt's last whole block are kept with its KV.
+Nothing is kept where a layer cannot go on from a state with several tokens (Mamba 1).
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention.stateful import each_tensor, own_forward, separate, state_layers
+from hone.data.routes import Routes
+from hone.models.attention.chunks import pieces
+from hone.models.attention.stateful import (
+    Carried,
+    cache_argument,
+    each_tensor,
+    goes_on,
+    own_forward,
+    separate,
+    state_layers,
+)
 from hone.models.transformers_patches import limit_single_steps, step_limit
 from hone.rollout.builtin.cache import MINIMUM_ROWS, CacheLimits, CacheShapes, KVCache, PackedPrompts, Step
+from hone.rollout.builtin.prefixes import BLOCK, Block, Prefixes, Root, joined
 
 RunFn = Callable[["Rows", Callable[[Tensor], Tensor]], Any]
 """Runs a layer over rows; the function changes each tensor of its arguments."""
 
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
-
-class Rows:
-    """The states of some rows of one layer, for transformers' layers: a cache and its only layer at once."""
-
-    record_past = False
+class Rows(Carried):
+    """The states of some rows of one layer, which decoding changes in place."""
 
     def __init__(self, conv: Tensor | None = None, recurrent: Tensor | None = None) -> None:
-        """States after the tokens so far, which decoding changes in place; None: the rows begin."""
-        self.conv_states, self.recurrent_states = {0: conv}, {0: recurrent}
-        self.began_empty = conv is None and recurrent is None
+        """States after the tokens so far; None: the rows begin."""
+        super().__init__({0: conv}, {0: recurrent})
 
     @property
     def kept(self) -> tuple[Tensor | None, Tensor | None]:
         """The states after the last token, [n, ...] each."""
         return self.conv_states[0], self.recurrent_states[0]
 
+    def _set(self, states: dict[int, Tensor | None], index: int, new: Tensor) -> None:
+        before = states[index]
+        if before is None:
+            states[index] = new.clone()
+        else:
+            before.copy_(new)
+
+
+States = Mapping[str, tuple[Tensor | None, Tensor | None]]  # by layer: of convolutions, and recurrent
+
+
+def bytes_of(states: States) -> int:
+    return sum(one.nbytes for pair in states.values() for one in pair if one is not None)
+
+
+class StatePrefixes(Prefixes):
+    """Kept blocks, and the states behind some of them.
+
+    States are larger than a block. So those behind the last block of a prompt are kept, for `prompts` prompts at most.
+    """
+
+    def __init__(self, most_tokens: int, prompts: int) -> None:
+        super().__init__(most_tokens)
+        self._prompts = prompts
+        self._ends: OrderedDict[int, States] = OrderedDict()  # by number of the block; the longest unused first
+
     @property
-    def layers(self) -> Rows:
-        return self
+    def bytes(self) -> int:
+        return super().bytes + sum(map(bytes_of, self._ends.values()))
 
-    def __getitem__(self, layer: int) -> Rows:
-        return self
+    def clear(self) -> None:
+        super().clear()
+        self._ends.clear()
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        return not self.began_empty
+    def find_end(self, root: Root, tokens: tuple[int, ...]) -> tuple[list[Block], States]:
+        """Find the blocks that `tokens` begins with, up to one behind which states are kept; return these, too."""
+        found = self.find(root, tokens)
+        while found and found[-1].number not in self._ends:
+            found.pop()
+        if not found:
+            return [], {}
+        self._ends.move_to_end(found[-1].number)
+        return found, self._ends[found[-1].number]
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: int | None = None
-    ) -> Tensor:
-        """Take the inputs [n, channels, L] of a convolution; return them after those that it needs from before."""
-        before = self.conv_states[state_idx]
-        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
-        if before is None:
-            seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-            self.conv_states[state_idx] = seen[..., -size:].clone()
-        else:
-            seen = torch.cat([before, conv_states], -1)
-            before.copy_(seen[..., -size:])
-        return seen
+    def keep_end(self, root: Root, tokens: tuple[int, ...], states: States) -> None:
+        """Keep the states behind the last whole block of `tokens`, if that is kept."""
+        found = self.find(root, tokens)
+        if found and len(found) == len(tokens) // BLOCK:
+            self._ends[found[-1].number] = states
+            self._ends.move_to_end(found[-1].number)
+        while len(self._ends) > self._prompts:
+            self._ends.popitem(last=False)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0) -> Tensor:
-        before = self.recurrent_states[state_idx]
-        if before is None:
-            self.recurrent_states[state_idx] = recurrent_states
-        else:
-            before.copy_(recurrent_states)
-        return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """MiniMax's name for its state."""
-        return self.recurrent_states[0]
+@dataclass(slots=True)
+class Edge:
+    """States of a row behind the last whole block of its prompt: [1, ...] each."""
 
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.update_recurrent_state(linear_cache)
+    tokens: int
+    states: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)  # by layer
 
 
 class StateCache(KVCache):
@@ -92,18 +122,54 @@ class StateCache(KVCache):
 
     def __init__(self, shapes: CacheShapes, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
         self._states: dict[str, tuple[Tensor | None, Tensor | None]] = {}  # layer -> convolution, recurrent [rows, ...]
-        super().__init__(shapes, replace(limits, kept_tokens=0), dtype, device)
+        self._edges: dict[int, Edge] = {}  # by row, of prompts that later turns continue
+        super().__init__(shapes, limits, dtype, device)
+        self.prefixes: StatePrefixes = StatePrefixes(limits.kept_tokens, limits.rows)
 
     @property
     def bytes(self) -> int:
-        return super().bytes + sum(one.nbytes for one in self._tensors())
+        edges = {id(edge): bytes_of(edge.states) for edge in self._edges.values()}  # rows of one prompt share theirs
+        return super().bytes + sum(one.nbytes for one in self._tensors()) + sum(edges.values())
 
     def _tensors(self) -> list[Tensor]:
         return [one for pair in self._states.values() for one in pair if one is not None]
 
     def release(self) -> None:
         self._states.clear()
+        self._edges.clear()
         super().release()
+
+    def recall(self, root: Root, tokens: tuple[int, ...], row: int) -> tuple[int, Routes | None]:
+        self._edges.pop(row, None)  # of the request that had the row before
+        blocks, states = self.prefixes.find_end(root, tokens)
+        if not blocks:
+            return 0, None
+        kept, routes = joined(blocks)
+        count = len(blocks) * BLOCK
+        for stored, one in zip((*self.keys, *self.values), kept, strict=True):
+            stored[:, row, :, :count] = one
+        for name, pair in states.items():
+            self.write_states(name, torch.tensor([row], device=self.device), pair)
+        self._edges[row] = Edge(count, dict(states))
+        return count, routes
+
+    def keep(self, root: Root, tokens: tuple[int, ...], row: int, routes: Routes | None) -> None:
+        edge = self._edges.get(row)
+        if (
+            edge is not None
+            and edge.tokens == len(tokens) // BLOCK * BLOCK
+            and edge.states.keys() == self._states.keys()
+        ):
+            super().keep(root, tokens, row, routes)
+            self.prefixes.keep_end(root, tokens, edge.states)
+
+    def note_edge(self, name: str, rows: Tensor, tokens: int, states: tuple[Tensor | None, Tensor | None]) -> None:
+        """Note a layer's states [n, ...] of some rows behind so many tokens, where a block ends."""
+        for index, row in enumerate(rows.tolist()):
+            if row not in self._edges or self._edges[row].tokens != tokens:
+                self._edges[row] = Edge(tokens)
+            conv, recurrent = (None if one is None else one[index : index + 1].clone() for one in states)
+            self._edges[row].states[name] = conv, recurrent
 
     def reserve(self, rows: int, columns: int, live_rows: int) -> None:
         super().reserve(rows, columns, live_rows)
@@ -117,11 +183,20 @@ class StateCache(KVCache):
         super().copy_row(source, targets, columns)
         for one in self._tensors():
             one[targets] = one[source].clone()  # torch refuses to write a tensor from a view of itself
+        for target in targets.tolist():
+            self._move_edge(source, target)
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         super().move_row(source, target, columns)
         for one in self._tensors():
             one[target] = one[source]
+        self._move_edge(source, target)
+
+    def _move_edge(self, source: int, target: int) -> None:
+        """Give a row the edge of another, which keeps it until it is prefilled again."""
+        self._edges.pop(target, None)
+        if source in self._edges:
+            self._edges[target] = self._edges[source]
 
     def write_states(self, name: str, rows: Tensor, states: tuple[Tensor | None, Tensor | None]) -> None:
         """Set a layer's states of some rows; states [n, ...] each."""
@@ -137,6 +212,11 @@ class StateCache(KVCache):
         """A layer's states of the first `count` rows, zero where `begin` [count] says so; changes to them stay."""
         conv, recurrent = self._states.get(name, (None, None))
         return _from_zero(conv, count, begin), _from_zero(recurrent, count, begin)
+
+    def states_at(self, name: str, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Copies of a layer's states of some rows."""
+        conv, recurrent = (None if one is None else one[rows] for one in self._states[name])
+        return conv, recurrent
 
 
 def _from_zero(state: Tensor | None, count: int, begin: Tensor) -> Tensor | None:
@@ -171,12 +251,24 @@ def keep_states(model: nn.Module, current: Callable[[], Work | None]) -> tuple[s
     for name, layer in layers.items():
         limit_single_steps(layer)
         parameters = tuple(inspect.signature(layer.forward).parameters)
-        layer.forward = types.MethodType(_forward_of(name, parameters, current), layer)
+        cls: Any = type(layer)
+        this = _Layer(name, parameters, cache_argument(cls), goes_on(cls))
+        layer.forward = types.MethodType(_forward_of(this, current), layer)
     return tuple(layers)
 
 
-def _forward_of(name: str, parameters: tuple[str, ...], current: Callable[[], Work | None]) -> Callable[..., Any]:
-    argument = next(one for one in _CACHE_ARGUMENTS if one in parameters)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Facts about a layer with a state."""
+
+    name: str
+    parameters: tuple[str, ...]  # of its forward
+    cache: str  # the one of these that takes a cache
+    goes_on: bool
+
+
+def _forward_of(layer: _Layer, current: Callable[[], Work | None]) -> Callable[..., Any]:
+    parameters = layer.parameters
 
     def forward(self: nn.Module, *args: Any, **asked: Any) -> Any:
         work = current()
@@ -186,33 +278,58 @@ def _forward_of(name: str, parameters: tuple[str, ...], current: Callable[[], Wo
 
         def run(rows: Rows, change: Callable[[Tensor], Tensor]) -> Any:
             with step_limit(getattr(self, "time_step_limit", None)):
-                return own_forward(self, **(each_tensor(given, change) | {argument: rows}))
+                return own_forward(self, **(each_tensor(given, change) | {layer.cache: rows}))
 
         if work.step is not None:
-            return _decode(run, work.cache, name, work.step)
+            return _decode(run, work.cache, layer.name, work.step)
         assert work.prompts is not None
-        return _prefill(run, work.cache, name, work.prompts)
+        return _prefill(run, work.cache, layer, work.prompts)
 
     return forward
 
 
-def _prefill(run: RunFn, cache: StateCache, name: str, prompts: PackedPrompts) -> Any:
-    """Run the prompts of each length together, and keep the states after their last tokens."""
+def _prefill(run: RunFn, cache: StateCache, layer: _Layer, prompts: PackedPrompts) -> Any:
+    """Run the prompts of each length together, and keep the states after their last tokens.
+
+    Prompts whose KV is kept go block by block, as `KVCache.attend_prompts` does, whatever was kept.
+    """
     total = len(prompts.token_ids)
     results = []
     start = 0
     for part in prompts.runs:
         shape = (len(part.rows), part.length)
         end = start + part.length * len(part.rows)
+        kept = part.in_blocks and layer.goes_on
+        edge = (part.start + part.length) // BLOCK * BLOCK
+        rows = Rows(*cache.states_at(layer.name, part.rows)) if part.start else Rows()
+        found = []
+        for begin, stop in pieces(part.start, part.length, BLOCK if kept else part.length, None):
 
-        def of_part(tensor: Tensor, first: int = start, last: int = end, shape: tuple[int, int] = shape) -> Tensor:
-            return tensor[0, first:last].unflatten(0, shape) if tensor.shape[:2] == (1, total) else tensor
+            def of_piece(
+                tensor: Tensor, first: int = start, last: int = end, cut: slice = slice(begin, stop), shape: Any = shape
+            ) -> Tensor:
+                return tensor[0, first:last].unflatten(0, shape)[:, cut] if tensor.shape[:2] == (1, total) else tensor
 
-        rows = Rows()
-        results.append((run(rows, of_part), shape))
-        cache.write_states(name, part.rows, rows.kept)
+            found.append((run(rows, of_piece), (shape[0], stop - begin)))
+            rows = Rows(*rows.kept)
+            if kept and part.start + stop == edge:
+                cache.note_edge(layer.name, part.rows, edge, rows.kept)
+        results.append((_side_by_side(found), shape))
+        cache.write_states(layer.name, part.rows, rows.kept)
         start = end
     return _row(results, total)
+
+
+def _side_by_side(parts: list[tuple[Any, tuple[int, int]]]) -> Any:
+    """Results [n, L, ...] from those of pieces of the same prompts; None for other results."""
+    first, shape = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, tuple):
+        return tuple(_side_by_side([(one[i], size) for one, size in parts]) for i in range(len(first)))
+    if not isinstance(first, Tensor) or first.shape[:2] != shape:
+        return None
+    return torch.cat([one for one, _ in parts], 1)
 
 
 def _decode(run: RunFn, cache: StateCache, name: str, step: Step) -> Any:
