@@ -46,9 +46,10 @@ def refuse_unsupported(backend: str, spec: EngineSpec) -> None:
 
 
 def refuse_unproven_layers(backend: str, model: ModelConfig) -> None:
-    """Raise ModelError, before weights are read, for layers with a state and for sparse attention with an indexer.
+    """Raise ModelError, before weights are read, for layers that no test compares with `fsdp2`.
 
-    No test compares these layers under another package's sharding with `fsdp2`.
+    These are layers with a state, sparse attention with an indexer, and layers of different kinds other than windows,
+    under another package's sharding.
     """
     if model.build is not None:
         config: Any = build_config(model.build)
@@ -57,11 +58,14 @@ def refuse_unproven_layers(backend: str, model: ModelConfig) -> None:
         config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text = config.get_text_config()
-    found = ""
-    if carries_state(config) or getattr(cls, "_is_stateful", False):
-        found = "layers that carry a state from token to token"
-    elif getattr(text, "index_topk", None):
-        found = "sparse attention with an indexer"
+    kinds = {
+        "layers that carry a state from token to token": carries_state(config) or getattr(cls, "_is_stateful", False),
+        "sparse attention with an indexer": getattr(text, "index_topk", None),
+        "layers that read the keys of earlier ones": getattr(text, "num_kv_shared_layers", None),
+        "layers of different shapes": getattr(text, "is_heterogeneous", False),
+        "attention in chunks": "chunked_attention" in (getattr(text, "layer_types", None) or ()),
+    }
+    found = next((kind for kind, has in kinds.items() if has), "")
     if found:
         name = model.path or "the model of model.build"
         raise ModelError(
