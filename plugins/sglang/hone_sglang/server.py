@@ -26,6 +26,7 @@ import numpy as np
 
 from hone.config import ConfigError
 from hone.data.routes import Routes
+from hone.models.attention.support import carries_state
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import BROUGHT, AdapterKind
 from hone.rollout.base import ReplicaLost, ServerSpec, WeightReceipt
@@ -141,6 +142,8 @@ class SglangServer(EngineServer):
                 f"rollout.engine.{experts}: on a CPU SGLang computes a mixture in plain torch, which fails for experts "
                 "that a rank does not have; leave it out"
             )
+        if current_platform().device == "cpu":
+            _check_layers(self._config, spec.model)
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
@@ -319,6 +322,19 @@ class SglangServer(EngineServer):
         async with asyncio.timeout(self._request_timeout_s):
             while running & self._requests.ids:
                 await asyncio.sleep(AGAIN_S)
+
+
+def _check_layers(config: Any, model: str) -> None:
+    """Raise ConfigError for layers that were not run with SGLang on a CPU."""
+    kinds = {
+        "layers that carry a state": carries_state(config),
+        "sparse attention with an indexer": getattr(config.get_text_config(), "index_topk", None),
+    }
+    for kind in (kind for kind, has in kinds.items() if has):
+        raise ConfigError(
+            f"rollout.backend=sglang: on a CPU hone has not run SGLang with {kind}, which {model} (model.path) has: "
+            "set rollout.backend=builtin, or run it on a GPU"
+        )
 
 
 # ------------------------------------------------------------------------------------------- SGLang's JSON, and ours

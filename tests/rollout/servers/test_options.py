@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +158,20 @@ def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, t
 def test_vllm_on_a_cpu_caches_no_prefixes_where_layers_carry_a_state(adapter_of, tmp_path, kind, without):
     tiny_config(kind, {"head_dim": 32}).save_pretrained(tmp_path / "model")
     assert ("--no-enable-prefix-caching" in command(adapter_of("vllm"))) is without
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen3_next", "with layers that carry a state, which .*model .model.path. has: set rollout.backend=builtin"),
+        ("deepseek_v32", "with sparse attention with an indexer, which "),
+        ("gemma3_text", ""),
+    ],
+)
+def test_sglang_on_a_cpu_refuses_layers_that_it_was_not_run_with(adapter_of, tmp_path, kind, said):
+    tiny_config(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        adapter_of("sglang")
 
 
 @pytest.mark.parametrize("tuned", [True, False])
