@@ -28,6 +28,13 @@ class OptimizerConfig(Config):
     betas: tuple[float, float] | None = setting(None, "null: the optimizer's own (AdamW: 0.9, 0.999)")
     options: dict[str, Any] = setting(factory=dict, meaning="other arguments of the class, such as eps or momentum")
 
+    @model_validator(mode="after")
+    def _each_has_one_place(self) -> OptimizerConfig:
+        for name in ("lr", "weight_decay", "betas"):
+            if name in self.options:
+                raise ValueError(f"options has {name}, which has a key of its own; set {self.key_of(name)} instead")
+        return self
+
 
 class ScheduleConfig(Choice):
     """The learning rate over the optimizer steps of the run, as a factor of `optimizer.lr`; here constant."""

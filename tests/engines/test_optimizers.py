@@ -106,10 +106,21 @@ UNDECAYED = {
     "layers.0.input_layernorm.weight": (4,),
     "layers.0.self_attn.relative_attention_bias.weight": (8, 2),
     "layers.0.mamba.A_log": (4, 2),
+    "layers.0.mamba.D": (2, 4),
+    "blocks.0.attention.time_mix_key": (1, 1, 4),
+    "blocks.0.attention.time_mix_value": (1, 1, 4),
+    "blocks.0.feed_forward.time_mix_receptance": (1, 1, 4),
     "layers.0.mlp.experts.lora_magnitude_vector.trained.weight": (2, 4),
     "layers.0.mlp.experts.trained.lora_magnitude_vector": (2, 4),
     "0 model.layers.0.self_attn.k_norm.weight": (2, 4),
 }
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "betas"])
+def test_an_option_that_has_a_key_of_its_own_is_refused(name):
+    """It would be overwritten by the key's default."""
+    with pytest.raises(ValueError, match=rf"options has {name}, which has a key of its own; set {name} instead"):
+        OptimizerConfig(options={name: 0.5})
 
 
 def test_decay_goes_by_what_a_weight_is_and_not_by_its_dimensions():
