@@ -37,6 +37,7 @@ _SHAREGPT = {  # roles of the form `from`, `value`
     "observation": "tool",
 }
 _ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}  # in any case
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -66,7 +67,7 @@ def normal_message(
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise MessageError(f"a message should have a role and a content, found {given!r:.80}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    message["role"] = _ROLES.get(message["role"], message["role"])
+    message["role"] = _ROLES.get(message["role"].strip().lower(), message["role"])
     learnt = _is_learnt(message)
     calls = _calls_of(message)
     thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
@@ -207,6 +208,8 @@ def _calls_of(message: Mapping[str, Any]) -> list[Any]:
         calls = [calls]
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise MessageError(f"tool_calls should be a list, found {calls!r:.80}")
+    if calls and message.get("function_call"):
+        raise MessageError("a message has tool_calls and function_call, an earlier name of one call; leave one of them")
     return [*calls, *([message["function_call"]] if message.get("function_call") else [])]
 
 
@@ -224,6 +227,8 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
             if not lenient:
                 raise MessageError(f"the arguments of a call of {name} are text, but no JSON: {error}") from error
     elif isinstance(arguments, Mapping):
+        if _is_deep(arguments):
+            raise MessageError(f"the arguments of a call of {name} are nested deeper than {DEEPEST} levels")
         whole = (schemas or {}).get(name)
         arguments = _Gaps(f"arguments of {name}", whole, filled).without(arguments, whole, "")
     arguments = arguments or {}
@@ -254,12 +259,19 @@ def _json(text: str) -> Any:
         found = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    level = [found]
+    if _is_deep(found):
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value of JSON has more than `DEEPEST` levels."""
+    level = [value]
     for _ in range(DEEPEST):
         level = [inner for one in level for inner in _members(one)]
         if not level:
-            return found
-    raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+            return False
+    return True
 
 
 def _is_json(value: Any) -> bool:

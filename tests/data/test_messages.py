@@ -47,6 +47,13 @@ def test_arguments_that_are_missing_are_none():
         assert call["function"] == {"name": "now", "arguments": {}}
 
 
+def nested(levels):
+    found = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [
@@ -56,6 +63,8 @@ def test_arguments_that_are_missing_are_none():
         ),
         (calling([{"function": {"name": "f", "arguments": "[1]"}}]), "should be an object, found \\[1\\]"),
         (calling([{"function": {"arguments": {}}}]), "a tool call should have a function with a name"),
+        (calling([{"function": {"name": "f", "arguments": nested(5_000)}}]), "nested deeper than 64 levels"),
+        ({**calling([{"name": "f"}]), "function_call": {"name": "f"}}, "has tool_calls and function_call"),
         (calling("{"), "tool_calls is text, but no JSON"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "or an image, found"),
         ({"role": "user", "content": 7}, "should be text or a list of parts, found 7"),
@@ -102,7 +111,8 @@ def test_an_answer_that_a_data_set_excludes_is_marked(flag):
 
 
 def test_roles_parts_and_thoughts_have_one_form():
-    assert normal_message({"role": "developer", "content": "x"})["role"] == "system"
+    for written, role in (("developer", "system"), ("Assistant", "assistant"), (" USER ", "user"), ("Narrator",) * 2):
+        assert normal_message({"role": written, "content": "x"})["role"] == role
     parts = [{"type": "text", "text": "a", "image": None}, "b", {"type": "input_text", "text": "c"}]
     assert normal_message({"role": "user", "content": parts})["content"] == "abc"
     image = {"type": "image", "image": "x.png"}
