@@ -10,7 +10,15 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
-from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, stored_messages
+from hone.data.messages import (
+    DEEPEST,
+    MessageError,
+    is_deep,
+    normal_message,
+    normal_tool,
+    parameters_by_tool,
+    stored_messages,
+)
 from hone.data.settings import DatasetConfig, PromptSetConfig
 from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
@@ -103,10 +111,12 @@ class RowReader:
         if isinstance(found, str):
             try:
                 found = json.loads(found) if found.strip() else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{self.rows.where(index)}: {column} is text, but no JSON: {error}") from error
         if found is None:
             return ()
+        if is_deep(found):
+            raise DataError(f"{self.rows.where(index)}: {column} is nested deeper than {DEEPEST} levels")
         if isinstance(found, str) or not isinstance(found, Sequence):
             raise DataError(f"{self.rows.where(index)}: {column} should be a list of JSON schemas, found {found!r:.80}")
         try:

@@ -227,7 +227,7 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
             if not lenient:
                 raise MessageError(f"the arguments of a call of {name} are text, but no JSON: {error}") from error
     elif isinstance(arguments, Mapping):
-        if _is_deep(arguments):
+        if is_deep(arguments):
             raise MessageError(f"the arguments of a call of {name} are nested deeper than {DEEPEST} levels")
         whole = (schemas or {}).get(name)
         arguments = _Gaps(f"arguments of {name}", whole, filled).without(arguments, whole, "")
@@ -259,12 +259,12 @@ def _json(text: str) -> Any:
         found = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if _is_deep(found):
+    if is_deep(found):
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
     return found
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
     """Return whether a value of JSON has more than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST):

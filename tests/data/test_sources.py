@@ -125,6 +125,7 @@ def test_jsonl_skips_empty_lines_and_counts_lines_as_an_editor_does(tmp_path, da
         ('{"a": 1}\n[1, 2]\n', r"line 2 should be one JSON object, found '\[1, 2\]'"),
         ("prompt,answer\n", "line 1 should be one JSON object"),
         ('{"a": 1}\n\n{"a": }\n', "line 3 is not valid JSON: Expecting value"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 1 is nested too deeply to be read"),
         ("", "has no rows"),
         ("\n \n", "has no rows"),
     ],

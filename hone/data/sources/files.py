@@ -103,6 +103,8 @@ class JsonlRows:
             row = json.loads(line)
         except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
             raise DataError(f"{self.where(index)} is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise DataError(f"{self.where(index)} is nested too deeply to be read") from error
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)} should be one JSON object, found {type(row).__name__}")
         return row
