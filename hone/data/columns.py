@@ -10,15 +10,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
-from hone.data.messages import (
-    DEEPEST,
-    MessageError,
-    is_deep,
-    normal_message,
-    normal_tool,
-    parameters_by_tool,
-    stored_messages,
-)
+from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, stored_messages
 from hone.data.settings import DatasetConfig, PromptSetConfig
 from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
@@ -115,13 +107,11 @@ class RowReader:
                 raise DataError(f"{self.rows.where(index)}: {column} is text, but no JSON: {error}") from error
         if found is None:
             return ()
-        if is_deep(found):
-            raise DataError(f"{self.rows.where(index)}: {column} is nested deeper than {DEEPEST} levels")
         if isinstance(found, str) or not isinstance(found, Sequence):
             raise DataError(f"{self.rows.where(index)}: {column} should be a list of JSON schemas, found {found!r:.80}")
         try:
             return tuple(normal_tool(without_nulls(tool)) for tool in found)
-        except MessageError as error:
+        except (MessageError, RecursionError) as error:
             raise DataError(f"{self.rows.where(index)}: {column}: {error}") from error
 
     def _parsed(self, row: Row, column: str, index: int) -> Any:

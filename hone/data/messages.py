@@ -142,6 +142,8 @@ def normal_tool(tool: Any) -> dict[str, Any]:
     function = found.get("function", found) if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or not isinstance(function, Mapping):
         raise MessageError(f"a tool should be a JSON schema, found {tool!r:.80}")
+    if _is_deep(found):
+        raise MessageError(f"the tool {function.get('name')!r:.60} is nested deeper than {DEEPEST} levels")
     if "name" not in function:  # of a kind that only its template knows
         return dict(found)
     if function is found:
@@ -227,7 +229,7 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
             if not lenient:
                 raise MessageError(f"the arguments of a call of {name} are text, but no JSON: {error}") from error
     elif isinstance(arguments, Mapping):
-        if is_deep(arguments):
+        if _is_deep(arguments):
             raise MessageError(f"the arguments of a call of {name} are nested deeper than {DEEPEST} levels")
         whole = (schemas or {}).get(name)
         arguments = _Gaps(f"arguments of {name}", whole, filled).without(arguments, whole, "")
@@ -259,12 +261,12 @@ def _json(text: str) -> Any:
         found = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if is_deep(found):
+    if _is_deep(found):
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
     return found
 
 
-def is_deep(value: Any) -> bool:
+def _is_deep(value: Any) -> bool:
     """Return whether a value of JSON has more than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST):

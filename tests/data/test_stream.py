@@ -274,13 +274,21 @@ def test_no_tools_render_as_nothing(tmp_path, write_jsonl, data, make_tokenizer)
     assert len({prompt.token_ids for prompt in prompts}) == 1
 
 
+def nested(levels):
+    parameters = {}
+    for _ in range(levels):
+        parameters = {"properties": parameters}
+    return {"name": "add", "parameters": parameters}
+
+
 @pytest.mark.parametrize(
     ("tools", "template", "said"),
     [
         ([ADD], TOOLS.replace("tools", "functions"), "has 1 tools in column 'tools', but the chat template does not"),
         ("add", TOOLS, "tools is text, but no JSON"),
         ("[" * 100_000, TOOLS, "tools is text, but no JSON"),
-        ("[" * 65 + "]" * 65, TOOLS, "tools is nested deeper than 64 levels"),
+        ([nested(100)], TOOLS, "tools: the tool 'add' is nested deeper than 64 levels"),
+        ([nested(450)], TOOLS, "tools: "),
         ({"name": "add"}, TOOLS, r"tools should be a list of JSON schemas, found \{'name'"),
         (["add"], TOOLS, "tools: a tool should be a JSON schema, found 'add'"),
     ],
