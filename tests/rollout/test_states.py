@@ -85,6 +85,25 @@ def test_logprobs_equal_the_plain_forward(kind, finish, gap):
         assert [one.token_ids for one in alone] == [one.token_ids for one in completions]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "lfm2", "jamba"])
+def test_a_row_begins_without_the_state_of_the_request_that_had_it_before(kind, dtype, finish):
+    """A prompt of one token has no prefill, which would write the row's state."""
+    model = hybrid(kind, dtype)
+    engine = engine_of(model, slots=2, dtype=str(dtype).removeprefix("torch."))
+    wanted = [(PROMPTS[0], 4), (PROMPTS[3], 24), ((20,), 6), ((21,), 6)]  # the first row is free again, and used twice
+
+    async def together():
+        return await asyncio.gather(
+            *(generate(engine, [prompt], start=i, max_tokens=most) for i, (prompt, most) in enumerate(wanted))
+        )
+
+    for i, ((prompt, most), (found,)) in enumerate(zip(wanted, finish(together()), strict=True)):
+        (alone,) = finish(generate(engine_of(model, dtype=engine._settings.dtype), [prompt], start=i, max_tokens=most))
+        assert found.token_ids == alone.token_ids
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4 if dtype == torch.float32 else 0.05)
+
+
 async def _interrupted(engine, model):
     """Requests whose states have to be made anew: after a sleep, new weights, and in the middle of others."""
     first = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[2:])]
