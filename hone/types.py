@@ -188,9 +188,9 @@ class SamplingParams:
     adapter: str = ""  # name of a served LoRA adapter that answers instead of the policy; empty: the policy
     routed_experts: bool = False  # whether the completion records the experts of each token
     keep_kv: bool = False  # one turn of several: the built-in engine keeps the KV of its prompt for the next
+    cache_owner: str = ""  # requests of another owner find none of its kept KV, nor are they faster for it
     json_schema: str = ""  # as JSON text: the answer follows it, and log-probs are over the tokens that it allows
-    # How many of the most likely tokens to return at each place of the prompt, with the log-probs of its own tokens.
-    # None: the prompt is not scored. With 0 or more, `max_tokens` may be 0: then nothing is sampled.
+    # likeliest tokens to return at each place of the prompt, with its log-probs (`max_tokens` may be 0); None: none
     prompt_logprobs: int | None = None
     max_sequence_tokens: int | None = None  # of prompt and answer together, where the policy answers; None: no limit
 

@@ -20,6 +20,8 @@ import uvicorn
 from fastapi import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hone.processes.guard import Receive
+
 LOG = logging.getLogger("hone.processes")
 HEAD_S, BODY_S = 10.0, 60.0  # deadlines for the head and for the body of one request
 LOG_EVERY_S = 60.0
@@ -118,4 +120,18 @@ async def read_body(request: Request, most: int, timeout_s: float = BODY_S) -> b
     return bytes(found)
 
 
-__all__ = ["BodyRefused", "LoopServer", "Refusals", "bounded", "read_body"]
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """The messages of a request whose body was read: the body again, then what comes after it."""
+    sent = False
+
+    async def again() -> Any:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+__all__ = ["BodyRefused", "LoopServer", "Refusals", "bounded", "read_body", "replayed"]

@@ -18,7 +18,7 @@ from hone.envs.agents.endpoint import Endpoint
 from hone.envs.agents.runner import tool_parser
 from hone.envs.agents.sessions import AgentTask
 from hone.processes.guard import App, Receive, Scope, Send
-from hone.processes.listening import BodyRefused, read_body
+from hone.processes.listening import BodyRefused, read_body, replayed
 from hone.processes.untrusted_json import parse_json_apart
 from hone.service.app import key_of, refusal
 from hone.service.disk.checkpoints import SCHEME
@@ -62,7 +62,7 @@ class Answers:
         others = [one for one in scope["headers"] if one[0] not in (b"authorization", b"x-api-key")]
         headers = [*others, (b"authorization", f"Bearer {key}".encode())]
         inner = f"/v1{path.removeprefix(prefix)}"
-        await self._endpoint.app({**scope, "path": inner, "headers": headers}, _replayed(body, receive), send)
+        await self._endpoint.app({**scope, "path": inner, "headers": headers}, replayed(body, receive), send)
 
     async def _session(self, tenant: Key, body: bytes) -> str:
         """The key of the session that answers for the model in a body; without a body, for all of the tenant's."""
@@ -101,17 +101,3 @@ class Answers:
             adapters=tuple(one.path for one in own),
             served=model or shared.base_name,
         )
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, then what comes after it: that the client hung up."""
-    sent = False
-
-    async def again() -> Any:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from hone.processes.guard import bearer_token
 from hone.processes.listening import BodyRefused, read_body
 from hone.processes.untrusted_json import parse_json_apart
 from hone.service.disk.registry import NOBODY
@@ -43,6 +45,10 @@ NOT_SERVED = {  # path -> what to do instead
     "retrieve_futures": "ask retrieve_future for each request",
     "auth/token": "send the key with each request",
     "sessions/search": "list training_runs or checkpoints",
+    "sessions/{session_id}/project": "there are no projects",
+    "sessions/{session_id}/trace_export": "traces are in the client",
+    "sessions": "list training_runs",
+    "cancel_future": "a request that was taken runs; finish its session to end those that wait",
     "billing/usage": "nothing is billed here",
     "audit": "the log of the service has its events",
 }
@@ -50,8 +56,7 @@ NOT_SERVED = {  # path -> what to do instead
 
 def key_of(request: Request) -> str:
     """The key of a request: X-API-Key, or a bearer token."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+    return request.headers.get("x-api-key") or bearer_token(request.scope)
 
 
 def refusal(error: Refused) -> JSONResponse:
@@ -72,9 +77,9 @@ class ServiceApp:
             self._add("POST", f"/{path}", handler)
         for method, path, handler in self._listings.routes():
             self._add(method, path, handler)
-        for path in NOT_SERVED:
-            for method in ("GET", "POST"):
-                self._add(method, f"/{path}", self._refuse)
+        for path, instead in NOT_SERVED.items():
+            for method in ("GET", "POST", "PUT"):
+                self._add(method, f"/{path}", partial(self._refuse, f"{path} is not served here: {instead}"))
         self._add("POST", "/forward_backward", self._forward_backward, raw=True)
         self.app.add_api_route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"])
 
@@ -134,9 +139,8 @@ class ServiceApp:
     async def _unknown(self, path: str) -> Response:
         return refusal(NotFound(f"/{path} is not served here"))
 
-    async def _refuse(self, call: Call) -> Any:
-        path = call.request.url.path.removeprefix(f"{API}/")
-        raise BadRequest(f"{path} is not served here: {NOT_SERVED[path]}")
+    async def _refuse(self, why: str, call: Call) -> Any:
+        raise BadRequest(why)
 
     # ------------------------------------------------------------------------------------------------- the client
 

@@ -11,11 +11,10 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hone.config import ConfigError
-from hone.models.errors import ModelError
 from hone.service.disk.checkpoints import EXTERNAL, SAMPLING, STATE, Checkpoints, Saving, flush
 from hone.service.disk.registry import NOBODY, Checkpoint, CommandRow, Key, Model, SnapshotRow
 from hone.service.futures import JSON, PROTOBUF, Outcome
@@ -43,6 +42,9 @@ class Done:
     commit: Callable[[], None] = _nothing  # rows, in the transaction of the result
     after: Callable[[], None] = _nothing
     replays: bool = False  # whether its content is needed to take the model up again
+
+
+ENDED = Done(Outcome(error="the session has ended", category="user"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +88,15 @@ class Commands:
         prepared = [await self._settled(turn, self._prepared) for turn in turns]
         ready = [(turn, one) for turn, one in zip(turns, prepared, strict=True) if isinstance(one, Work)]
         try:
-            works = [(turn.model.id, work) for turn, work in ready]
-            bodies = iter(await self._machine.call(self._machine.train_together, works))
+            works = [(turn.model.tenant, turn.model.id, work) for turn, work in ready]
+            bodies = await self._machine.call(self._machine.train_together, works)
+            replies = iter([ENDED if body is None else Done(Outcome(body, PROTOBUF), replays=True) for body in bodies])
         except Exception:
             LOG.exception("a forward of %d models failed: their commands run one by one", len(ready))
             for turn, _ in ready:
                 await self._models.close(turn.model.id)  # some of the gradients may have been added
-            return [
-                await self._settled(turn, self._run) if isinstance(one, Work) else one
-                for turn, one in zip(turns, prepared, strict=True)
-            ]
-        return [
-            one if isinstance(one, Done) else Done(Outcome(next(bodies), PROTOBUF), replays=True) for one in prepared
-        ]
+            replies = iter([await self._settled(turn, partial(self._trained, work=work)) for turn, work in ready])
+        return [one if isinstance(one, Done) else next(replies) for one in prepared]
 
     async def _settled(self, turn: Turn, run: Callable[[Turn], Awaitable[R]]) -> R | Done:
         """The result of `run`, or of its failure."""
@@ -107,9 +105,8 @@ class Commands:
             if command.kind not in ("create", "load_new"):
                 await self._models.ensure_open(model, command)
             return await run(turn)
-        except (Refused, ConfigError, ValueError, ModelError) as error:
-            refused = error if isinstance(error, Refused) else BadRequest(str(error))
-            found = Outcome.failed(refused)
+        except (Refused, ValueError) as error:
+            found = Outcome.failed(error)
             if command.kind == "optim_step" and model.id in self._machine.models:
                 await self._models.drop_gradients(model.id)  # as every step that fails
         except Exception as error:
@@ -147,7 +144,7 @@ class Commands:
         return await self._loaded(model, command, checkpoint, message.optimizer)
 
     async def _loaded(self, model: Model, command: CommandRow, checkpoint: Checkpoint, optimizer: bool) -> Done:
-        folder = self._checkpoints.folder_of(checkpoint)
+        folder = self._checkpoints.folder_named(checkpoint.folder)
         await self._models.load(model, folder, optimizer)
         state = await self._models.write_state(model, command.number)
         found = reply("load_weights", path=checkpoint.path, model_id=model.id)
@@ -166,9 +163,11 @@ class Commands:
 
     async def _train(self, turn: Turn) -> Done:
         request = await self._request(turn)
-        work = await self._prepared(replace(turn, parsed=request))
-        body = await self._machine.call(self._machine.train, turn.model.id, work, request.forward_only)
-        return Done(Outcome(body, PROTOBUF), replays=not request.forward_only)
+        return await self._trained(turn, await self._prepared(replace(turn, parsed=request)), request.forward_only)
+
+    async def _trained(self, turn: Turn, work: Work, forward_only: bool = False) -> Done:
+        body = await self._machine.call(self._machine.train, turn.model.id, work, forward_only)
+        return Done(Outcome(body, PROTOBUF), replays=not forward_only)
 
     async def _optim_step(self, model: Model, command: CommandRow) -> Done:
         adam = messages.read(messages.OptimStep, json.loads(command.body or b"")).adam_params or messages.AdamParams()
@@ -183,13 +182,17 @@ class Commands:
     async def _complete(self, model: Model, saving: Saving, folder: Path, digest: str = "") -> Checkpoint:
         """The row of files that are written. Raises BadRequest, without them, if the tenant has no room for them."""
         row = await asyncio.to_thread(self._checkpoints.row, model, saving, folder, digest)
+        self._check_room(model, folder, row.bytes)
+        return row
+
+    def _check_room(self, model: Model, folder: Path, size: int) -> None:
         limit = (self._registry.one(Key, "name = ?", (model.tenant,)) or NOBODY).bytes
-        if limit is not None and self._registry.used_bytes(model.tenant) + row.bytes > limit:
+        if limit is not None and self._registry.used_bytes(model.tenant) + size > limit:
             self._checkpoints.discard(folder.name)
             raise BadRequest(
-                f"{row.path} has {row.bytes:,} bytes, and {model.tenant} may store {limit:,}: delete others"
+                f"the checkpoint has {size:,} bytes, and {model.tenant} may store {limit:,}: delete others, or finish "
+                "sessions"
             )
-        return row
 
     async def _save_weights(self, model: Model, command: CommandRow) -> Done:
         message = messages.read(messages.SaveWeights, json.loads(command.body or b""))
@@ -215,7 +218,8 @@ class Commands:
         if message.path is not None:
             row = await self._complete(model, saving, snapshot.folder, snapshot.digest)
             return Done(reply("save_weights_for_sampler", path=row.path), lambda: self._registry.put(row))
-        await asyncio.to_thread(flush, snapshot.folder)
+        size = await asyncio.to_thread(flush, snapshot.folder)
+        self._check_room(model, snapshot.folder, size)
         session = f"{model.session}:sample:{message.sampling_session_seq_id}"
         own = SnapshotRow(
             id=session,
@@ -227,6 +231,7 @@ class Commands:
             adapter=int(snapshot.adapter),
             follows="",
             created=command.number,
+            bytes=size,
         )
         found = reply("save_weights_for_sampler", sampling_session_id=session)
         if message.kind == "snapshot":
@@ -236,7 +241,7 @@ class Commands:
 
         def commit() -> None:
             self._registry.put(newest)
-            self._registry.put(replace(own, folder="", digest="", follows=newest.id))
+            self._registry.put(replace(own, folder="", digest="", follows=newest.id, bytes=0))
 
         return Done(found, commit, lambda: self._retire(before))
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from hone.service.protocol.refusals import Gone, Refused
+from hone.service.protocol.refusals import BadRequest, Gone, Refused
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
@@ -22,14 +22,15 @@ class Outcome:
 
     @classmethod
     def failed(cls, error: BaseException) -> Outcome:
-        if isinstance(error, Refused):
-            return cls(error=str(error), category=error.category)
+        if isinstance(error, Refused | ValueError):  # what a request has is wrong
+            return cls(error=str(error), category=getattr(error, "category", "user"))
         return cls(error=f"{type(error).__name__}: {error}", category="server")
 
 
 @dataclass(slots=True)
 class _Entry:
     tenant: str
+    digest: str  # of the request's content, where its number is no command's
     outcome: Outcome | None = None
     ended: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -43,15 +44,17 @@ class Futures:
         self._kept_s = kept_s
         self._entries: dict[str, _Entry] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def open(self, request_id: str, tenant: str, anew: bool = False, digest: str = "") -> bool:
+        """Begin a result; returns False if there is one of this id. `anew`: one that has ended gives way.
 
-    def open(self, request_id: str, tenant: str, anew: bool = False) -> bool:
-        """Begin a result; returns False if there is one of this id. `anew`: one that has ended gives way."""
+        Raises BadRequest if it is of another content.
+        """
         entry = self._entries.get(request_id)
+        if entry is not None and entry.digest != digest:
+            raise BadRequest(f"{request_id} was used for another request")
         if entry is not None and not (anew and entry.outcome is not None):
             return False
-        self._entries[request_id] = _Entry(tenant)
+        self._entries[request_id] = _Entry(tenant, digest)
         return True
 
     def resolve(self, request_id: str, outcome: Outcome) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hone.engines.settings import EngineConfig, LoraConfig
@@ -91,11 +91,7 @@ class Machine:
         if isinstance(self.rollout, ServedRollout):
             self.rollout.drop(name)
         else:
-            self.post(self.rollout.drop, name)
-
-    def post(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run a function on the thread at some time, without waiting for it."""
-        self._loop.call_soon_threadsafe(work, *arguments)
+            self._loop.call_soon_threadsafe(self.rollout.drop, name)
 
     async def stop(self) -> None:
         rollout = getattr(self, "rollout", None)  # none if loading failed
@@ -104,6 +100,8 @@ class Machine:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
+        if not self._loop.is_running():
+            self._loop.close()
 
     # ------------------------------------------------------------------------------------- commands, on the thread
 
@@ -122,11 +120,19 @@ class Machine:
             model.forward_backward(work.batch, work.loss)
         return _reply(work)
 
-    def train_together(self, works: Sequence[tuple[str, Work]]) -> list[bytes]:
-        """Forward and backward of commands, in one as far as their losses allow; returns their replies."""
+    def train_together(self, works: Sequence[tuple[str, str, Work]]) -> list[bytes | None]:
+        """Forward and backward of commands, of a tenant's model each, in one as far as losses allow; their replies.
+
+        None: the model was closed meanwhile. A reply says how many of its tenant's models were in the forward.
+        """
         assert self._shared is not None
-        counts = self._shared.train([(self.models[model_id], work) for model_id, work in works])
-        return [_reply(work, {"models_in_forward:mean": count}) for (_, work), count in zip(works, counts, strict=True)]
+        open_ = [(tenant, model_id, work) for tenant, model_id, work in works if model_id in self.models]
+        self._shared.train([(self.models[model_id], work) for _, model_id, work in open_])
+        own = Counter((tenant, work.loss.asks) for tenant, _, work in open_)
+        return [
+            _reply(work, own[tenant, work.loss.asks]) if model_id in self.models else None
+            for tenant, model_id, work in works
+        ]
 
     def step(self, model_id: str, step: AdamStep) -> dict[str, float]:
         return self.models[model_id].step(step)
@@ -147,5 +153,6 @@ class Machine:
         self.models[model_id].export(folder)
 
 
-def _reply(work: Work, metrics: Mapping[str, float] = MappingProxyType({})) -> bytes:
-    return training_reply(work.split(), {"loss:sum": work.loss.sum, **metrics})
+def _reply(work: Work, models: int = 0) -> bytes:
+    shared = {"models_in_forward:mean": models} if models else {}
+    return training_reply(work.split(), {"loss:sum": work.loss.sum} | shared)

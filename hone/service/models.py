@@ -14,7 +14,7 @@ from hone.engines.settings import LoraConfig
 from hone.service.disk.checkpoints import Checkpoints
 from hone.service.disk.registry import CommandRow, Model
 from hone.service.protocol.data import pack_request
-from hone.service.protocol.refusals import BadRequest
+from hone.service.protocol.refusals import BadRequest, Gone
 from hone.service.protocol.wire import TrainingRequest, read_training
 from hone.service.shared import Shared
 from hone.workers.tenants.training import adapter_targets
@@ -95,6 +95,8 @@ class Models:
         """Take a model up again after a restart: its last state, then the gradients that were added since."""
         if model.id in self._machine.models:
             return
+        if self._registry.one(Model, "id = ? AND closed = 0", (model.id,)) is None:
+            raise Gone(f"the session of {model.id} has ended")
         first = self._registry.one(CommandRow, "model = ? AND number = 0", (model.id,))
         if first is not None and first.error:
             raise BadRequest(f"the model could not be made: {first.error}")

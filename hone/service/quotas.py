@@ -18,7 +18,9 @@ class Quotas:
     def know(self, tenant: Key) -> None:
         """Begin a tenant's bucket, or take over a limit that has changed."""
         limit = float(tenant.tokens_per_minute or 0)
-        if limit and self._buckets.get(tenant.name, (0.0,))[0] != limit:
+        if not limit:
+            self._buckets.pop(tenant.name, None)
+        elif self._buckets.get(tenant.name, (0.0,))[0] != limit:
             self._buckets[tenant.name] = (limit, limit, time.monotonic())
 
     def spend(self, tenant: str, tokens: int) -> None:

@@ -14,8 +14,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from hone.schedule.lanes import Shifts, Turns
@@ -73,10 +75,10 @@ class Sampling:
             if base_model is None:
                 raise BadRequest("set base_model or model_path")
             self._shared.check_base(base_model)
-            return SnapshotRow("", tenant.name, "", "", "", "", 0, "", 0.0)
+            return SnapshotRow("", tenant.name, "", "", "", "", 0, "", 0.0, 0)
         self._shared.check_base(base_model)
         found = self._checkpoints.find(tenant.name, path, (SAMPLING,))
-        return SnapshotRow("", tenant.name, "", path, "", found.digest, int(found.lora != "null"), "", 0.0)
+        return SnapshotRow("", tenant.name, "", path, "", found.digest, int(found.lora != "null"), "", 0.0, 0)
 
     def session(self, tenant: str, session_id: str) -> SnapshotRow:
         found = self._registry.one(SnapshotRow, "id = ? AND tenant = ?", (session_id, tenant))
@@ -110,6 +112,12 @@ class Sampling:
             self._rollout.open(folder, self._checkpoints.snapshot_of(folder, row.digest, bool(row.adapter)))
         return folder
 
+    def _newest(self, row: SnapshotRow, snapshot: str) -> str:
+        """The snapshot that a client who follows a model samples from by now; `snapshot` for others."""
+        with suppress(Refused):  # the model has ended
+            return self._opened(row) if row.follows else snapshot
+        return snapshot
+
     # ------------------------------------------------------------------------------------------------- requests
 
     def submit(self, tenant: Key, message: Sample) -> tuple[str, list[str]]:
@@ -125,7 +133,8 @@ class Sampling:
         self._check_room(tenant.name)
         ids = [f"{request_id}:{number}" for number in range(message.num_samples)]
         snapshot = self._opened(row)
-        if self._futures.open(request_id, tenant.name):
+        digest = sha256(message.model_dump_json().encode()).hexdigest()
+        if self._futures.open(request_id, tenant.name, digest=digest):
             self._ask(request_id, row, snapshot, message)
         return request_id, ids
 
@@ -150,7 +159,8 @@ class Sampling:
             if found.done():  # the caller has gone
                 return
             try:
-                completion = await self._shared.machine.sample(self._rollout.generate(request))
+                own = replace(request, sampling=replace(request.sampling, cache_owner=tenant))
+                completion = await self._shared.machine.sample(self._rollout.generate(own))
             except Exception as error:  # noqa: BLE001 (the caller's)
                 if not found.done():
                     found.set_exception(error)
@@ -211,18 +221,20 @@ class Sampling:
 
     async def _answer(self, request_id: str, row: SnapshotRow, snapshot: str, message: Sample) -> None:
         try:
-            if row.follows and (newest := self._opened(row)) != snapshot:  # newer weights came while it waited
+            if (newest := self._newest(row, snapshot)) != snapshot:  # newer weights came while it waited
                 self._ask(request_id, row, newest, message)
                 return
-            seed = seed_of(message)
-            found = await self._shared.machine.sample(answer(self._rollout, snapshot, message, seed, request_id))
+            answering = answer(self._rollout, snapshot, message, seed_of(message), request_id, row.tenant)
+            found = await self._shared.machine.sample(answering)
             outcome = Outcome(sampling_reply(found), PROTOBUF)
             sampled = sum(len(one.tokens) for one in found.sequences)
             self._shared.quotas.spend(row.tenant, len(message.prompt.tokens) + sampled)
-        except (Refused, ValueError) as error:
-            outcome = Outcome.failed(error if isinstance(error, Refused) else BadRequest(str(error)))
         except Exception as error:
-            LOG.exception("sampling request %s failed", request_id)
+            if (newest := self._newest(row, snapshot)) != snapshot:  # which took its place
+                self._ask(request_id, row, newest, message)
+                return
+            if not isinstance(error, Refused | ValueError):
+                LOG.exception("sampling request %s failed", request_id)
             outcome = Outcome.failed(error)
         self._futures.resolve(request_id, outcome)
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from hone.service.protocol.messages import Sample, SamplingParameters, TensorData
 from hone.service.protocol.refusals import BadRequest
-from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence, filled
+from hone.service.protocol.wire import Sampled, SampledSequence, filled
 from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
 from hone.workers.tenants.sampling import SnapshotRollout
-from hone.workers.tenants.scores import drawn, whole
+from hone.workers.tenants.scores import drawn, likeliest, looked_up, whole
 from hone.workers.tenants.served import MOST_LIKELY, ServedRollout
 
 MOST_SCORES = 1 << 26  # numbers of the distributions that one request may need whole
@@ -23,11 +23,11 @@ Rollout = SnapshotRollout | ServedRollout
 Likely = tuple[NDArray[np.int32], NDArray[np.float32]]
 
 
-async def answer(rollout: Rollout, snapshot: str, message: Sample, seed: int, request_id: str) -> Sampled:
+async def answer(rollout: Rollout, snapshot: str, message: Sample, seed: int, request_id: str, owner: str) -> Sampled:
     """Sample and score. Raises BadRequest or ValueError for a request that cannot be served."""
     prompt = message.prompt.tokens
     _check(rollout, message, prompt)
-    sampling = parameters(message.sampling_params, snapshot, rollout.longest - len(prompt))
+    sampling = replace(parameters(message.sampling_params, snapshot, rollout.longest - len(prompt)), cache_owner=owner)
     requests = [
         GenerationRequest(f"{request_id}:{number}", prompt, seeded(sampling, seed, number))
         for number in range(message.num_samples)
@@ -49,7 +49,7 @@ async def answer(rollout: Rollout, snapshot: str, message: Sample, seed: int, re
     return Sampled(
         sequences,
         logprobs if message.prompt_logprobs else None,
-        _likely(ids, values, message.topk_prompt_logprobs, skipped) if message.topk_prompt_logprobs else None,
+        likeliest(ids, values, message.topk_prompt_logprobs, skipped) if message.topk_prompt_logprobs else None,
         None if targets is None or every is None else _targets(targets, every),
         None
         if not message.prompt_alt_tokens_k or every is None
@@ -114,12 +114,6 @@ async def _sequence(
     return SampledSequence(one.token_ids, one.logprobs, one.stop_reason is StopReason.STOP, likely)
 
 
-def _likely(ids: NDArray[np.int64], values: NDArray[np.float32], top_k: int, skipped: int) -> Likely:
-    first, likely = ids[:, :top_k].astype(np.int32), values[:, :top_k].copy()
-    first[:skipped], likely[:skipped] = EMPTY_ID, EMPTY_LOGPROB
-    return first, likely
-
-
 def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.float32]:
     shape = targets.shape or []
     if targets.dtype != "int64" or len(shape) != 2 or shape[0] != len(every):
@@ -129,7 +123,7 @@ def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.floa
             f"target_prompt_logprobs asks for {shape[1]} tokens at each place: 1 to {MOST_LIKELY} are served"
         )
     wanted = np.full(shape, -1, np.int64)
-    data = np.asarray(targets.data, np.int64)
+    data = np.asarray(np.clip(targets.data, -2, every.shape[1]), np.int64)  # what is out of range stays so
     if targets.sparse_crow_indices is not None:
         rows, columns = (
             np.asarray(one, np.int64) for one in (targets.sparse_crow_indices, targets.sparse_col_indices or [])
@@ -139,7 +133,4 @@ def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.floa
         wanted = data.reshape(shape)
     else:
         raise BadRequest(f"target_prompt_logprobs has {data.size} numbers, and its shape {shape} has {wanted.size}")
-    if wanted.max(initial=-1) >= every.shape[1] or wanted.min(initial=0) < -1:
-        raise BadRequest(f"target_prompt_logprobs: ids are from 0 to {every.shape[1] - 1}, and -1 asks for nothing")
-    found = np.take_along_axis(every, np.maximum(wanted, 0), 1)
-    return np.where(wanted < 0, np.float32(0), found)
+    return looked_up(every, wanted, "target_prompt_logprobs")

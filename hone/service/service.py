@@ -155,7 +155,8 @@ class Service:
             self.training.give_up_gaps()
             self.futures.forget_old()
             self.training.forget_old()
-            self.checkpoints.sweep()
+            for folder in self.checkpoints.sweep():
+                self.sampling.retire(folder)
 
     def described_session(self, tenant: Key, session_id: str) -> dict[str, Any]:
         found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))

@@ -4,8 +4,7 @@
                                                                                                  result --> Futures
 
 A command is in the registry before its client hears of it, and so is its result. After an optimizer step the model's
-state is written; if the process is killed, it starts from there and repeats the commands since, so the model ends with
-the same bits.
+state is written: a process that was killed starts from there and repeats the commands since, and has the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from hone.schedule.lanes import Lane, NestedTurns, Verdict
-from hone.service.commands import Commands, Done, Turn
+from hone.service.commands import ENDED, Commands, Done, Turn
 from hone.service.disk.checkpoints import Checkpoints
 from hone.service.disk.registry import Checkpoint, CommandRow, Key, Model, Session
 from hone.service.futures import Outcome
@@ -138,10 +137,6 @@ class Training:
             raise NotFound(f"there is no model {model_id!r:.200}")
         return found
 
-    @property
-    def open_models(self) -> int:
-        return len(self._models)
-
     # ------------------------------------------------------------------------------------------------- turns
 
     async def run(self) -> None:
@@ -201,7 +196,7 @@ class Training:
     async def _end(self, model: _Open, command: CommandRow, done: Done) -> None:
         number = command.number
         if model.lane.closed:  # meanwhile; what the command wrote is removed at the next start
-            done = Done(Outcome(error="the session has ended", category="user"))
+            done = ENDED
         with self._registry.together():
             done.commit()
             row = replace(
@@ -261,16 +256,18 @@ class Training:
             await self._opened.close(name)
 
     def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:
-        outcome = Outcome(error=error, category="user")
+        """Fail commands that wait: all of them, or a process that is killed meanwhile would run the later ones."""
+        with self._registry.together():
+            for number in numbers:
+                self._registry.change(
+                    CommandRow,
+                    "error = ?, category = 'user', ended = ?, body = NULL",
+                    "model = ? AND number = ?",
+                    (error, time.time(), model_id, number),
+                )
         for number in numbers:
-            self._registry.change(
-                CommandRow,
-                "error = ?, category = 'user', ended = ?, body = NULL",
-                "model = ? AND number = ?",
-                (error, time.time(), model_id, number),
-            )
             self.parsed.pop(f"{model_id}:{number}", None)
-            self._futures.resolve(f"{model_id}:{number}", outcome)
+            self._futures.resolve(f"{model_id}:{number}", Outcome(error=error, category="user"))
 
     def forget_old(self) -> None:
         """Drop the results that nobody can ask for any more."""

@@ -8,6 +8,7 @@ FILE_LINES, FILE_LINES_P90 = 600, 400
 FUNCTION_LINES, FUNCTION_LINES_P90 = 100, 45
 CLASS_LINES, PUBLIC_METHODS = 250, 20
 FILES_IN_A_FOLDER = 16
+SERVICE_LINES = 3_500
 NESTING = 4
 PARAMETERS = 7
 
@@ -31,6 +32,11 @@ def test_files_are_short(products):
     lines = {str(module.path): module.text.count("\n") for module in products}
     assert {path: n for path, n in lines.items() if n > FILE_LINES and path not in LONG_FILES} == {}
     assert _p90([n for n in lines.values() if n > 0]) <= FILE_LINES_P90
+
+
+def test_the_service_stays_one_room(products):
+    """`hone/service` is the protocol: what computes is below it, in `hone/workers/tenants` and `hone/schedule`."""
+    assert sum(module.text.count("\n") for module in products if "hone/service/" in str(module.path)) <= SERVICE_LINES
 
 
 def _classes(products) -> dict[str, tuple[int, int]]:

@@ -174,6 +174,29 @@ def test_a_single_turn_and_a_turn_of_several_do_not_share_a_prefill(tiny, finish
     assert counted(engine) == (2 * 39, 0)
 
 
+def test_what_is_kept_for_one_owner_is_not_found_by_another(tiny, finish):
+    engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"))
+
+    async def ask(owner):
+        await engine.generate(
+            GenerationRequest(owner, OPENING, SamplingParams(4, ignore_eos=True, keep_kv=True, cache_owner=owner))
+        )
+        return counted(engine)[1]
+
+    async def story():
+        found = [await ask(owner) for owner in ("alice", "bob", "alice")]
+        together = (
+            GenerationRequest(f"{owner} again", (*OPENING, 9), SamplingParams(4, ignore_eos=True, cache_owner=owner))
+            for owner in ("alice", "bob")
+        )
+        await asyncio.gather(*map(engine.generate, together))
+        return found, counted(engine)[0]
+
+    found, prefilled = finish(story())
+    assert found[:2] == [0, 0] < found[2:]
+    assert prefilled == 2 * 40  # nor do they share a prefill
+
+
 def test_the_memory_is_bounded_and_the_longest_unused_goes_first(tiny, finish):
     """Room for two blocks: of three conversations, the second turn of the first finds nothing any more."""
     model = tiny("qwen3")

@@ -105,8 +105,7 @@ def test_commands_that_are_ready_together_share_a_forward_where_that_is_set(clie
     try:
         sharing = Client(server, server.add_key("sharing", "--tokens-per-minute", "960"))
         models = [sharing.model(sharing.session(), rank=rank) for rank in ranks]
-        used = sharing.trained(models[2], 1, [datum(9, 200)] * 5, forward_only=True)  # its tokens of the next seconds
-        assert "models_in_forward:mean" not in used[1]
+        sharing.trained(models[2], 1, [datum(9, 200)] * 5, forward_only=True)  # its tokens of the next seconds
         sent = [sharing.train(model, 1, [datum(number, 9)]) for number, model in enumerate(models[:2])]
         unknown = sharing.train(models[2], 2, [([5, 10**6], {"target_tokens": [5, 5]})])
         for one, (rows, metrics) in zip(sent, wanted, strict=True):
@@ -290,6 +289,24 @@ def test_an_inflight_client_samples_from_the_newest_weights(client):
     )
     client.do("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=2, kind="inflight")
     assert isinstance(client.result(*asked), bytes)
+    # and while requests run that need the snapshot more than once
+    more = {"sampling_session_id": saved["sampling_session_id"], "prompt_logprobs": True, **body}
+    running = [client.post("asample", seq_id=seq, sampling_params={"max_tokens": 30}, **more) for seq in range(3, 9)]
+    for seq in (6, 7):
+        client.do("save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=seq, kind="inflight")
+    found = [client.result(*one) for one in running]
+    assert all(isinstance(one, bytes) for one in found), found
+
+
+def test_a_sampling_request_with_the_number_of_another_one_is_refused(client):
+    session = client.session()
+    opened = client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny")
+    sampler = opened[1]["sampling_session_id"]
+    first = client.post("asample", **asked(sampler))
+    assert client.post("asample", **asked(sampler)) == first
+    other = {**asked(sampler), "sampling_params": {"max_tokens": 3}}
+    status, found = client.post("asample", **other)
+    assert (status, "used for another request" in found["error"]) == (400, True)
 
 
 def test_a_tenant_sees_nothing_of_another(server, client):
@@ -327,10 +344,12 @@ def test_limits_of_tenants_and_requests(server, client):
     assert status == 400
     assert "1 open models" in refused["error"]
     assert "may store 1,000" in little.do("save_weights", model_id=model, seq_id=1, path="big")["error"]
-    little.trained(model, 2, [datum(0, 120)])
+    unnamed = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 5}
+    assert "may store 1,000" in little.do("save_weights_for_sampler", **unnamed)["error"]
+    little.trained(model, 3, [datum(0, 120)])
     sampling = little.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny")
     assert little.post("asample", **asked(sampling[1]["sampling_session_id"]))[0] == 429
-    waiting = little.post("optim_step", model_id=model, seq_id=3, adam_params={})
+    waiting = little.post("optim_step", model_id=model, seq_id=4, adam_params={})
     assert "metrics" in little.result(*waiting)  # after some seconds, when the bucket has room again
     assert announced(client, 1 << 40) == 413
     assert client.call("POST", "create_session", b"{" * 100)[0] == 400
@@ -358,6 +377,8 @@ def announced(client, size):
     [
         ("copy_weights", "load a checkpoint"),
         ("create_custom_loss", "in the client"),
+        ("cancel_future", "finish its session"),
+        ("sessions/any/project", "no projects"),
         ("nothing_like_it", "not served"),
     ],
 )

@@ -110,6 +110,26 @@ def test_losses_that_need_other_things_of_a_forward_do_not_share_it():
     assert torch.equal(gradients(models[1]), gradients(other))
 
 
+def test_layers_of_gpt2_take_part():
+    tiny = base("float64", architecture="gpt2")
+    shared, models = SharedForward(tiny), [tiny.open(LoraConfig(rank=rank, seed=rank)) for rank in (2, 4)]
+    wanted = []
+    for seed, model in enumerate(models):
+        one = work(seed)
+        model.forward_backward(one.batch, one.loss)
+        wanted.append(gradients(model))
+        model.clear_gradients()
+    assert shared.train([(model, work(seed)) for seed, model in enumerate(models)]) == [2, 2]
+    for model, expected in zip(models, wanted, strict=True):
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_is_refused():
+    tiny = ModelConfig(build=BuildConfig(**TINY), use={"dropout": 0.5})
+    with pytest.raises(ModelError, match=r"training\.share_forwards: model\.use\.dropout"):
+        SharedForward(Base(tiny, EngineConfig(compute_dtype="float32")))
+
+
 def test_a_mixture_of_experts_is_refused():
     with pytest.raises(ModelError, match=r"training\.share_forwards: .* mixture of experts"):
         SharedForward(base("float32", architecture="qwen3_moe", options={"num_experts": 4, "num_experts_per_tok": 2}))

@@ -128,7 +128,7 @@ class RunningBatch:
             if len(sequence) > 1 and donors:
                 copies.append((donors[0], [request]))
             elif len(sequence) > 1:
-                key = (request.sampling.routed_experts, request.sampling.keep_kv, request.images, *sequence)
+                key = (*request.root, request.sampling.keep_kv, request.images, *sequence)
                 fresh.setdefault(key if share else (request.row, *key), []).append(request)
         for request in placed:
             self._sharers.setdefault(request.prompt, []).append(request)

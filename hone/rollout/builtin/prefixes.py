@@ -22,7 +22,7 @@ from hone.data.routes import Routes
 
 BLOCK = 32  # tokens; torch's CPU kernel computes so many queries at a time
 
-Root = tuple[str, bool]  # the adapter, and whether the experts of the tokens are recorded
+Root = tuple[str, bool, str]  # the adapter, whether the experts of the tokens are recorded, and the owner
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Request:
     @property
     def root(self) -> Root:
         """Return the facts besides tokens and weights on which KV depends."""
-        return self.sampling.adapter, self.sampling.routed_experts
+        return self.sampling.adapter, self.sampling.routed_experts, self.sampling.cache_owner
 
     @property
     def room(self) -> int:
@@ -109,10 +109,10 @@ class Request:
         self.versions += [version] * (len(self.tokens) + produced - len(self.versions))
 
     def can_share_with(self, other: Request) -> bool:
-        """Return whether the KV of this prompt can serve `other`, which has the same one: the same images, computed
-        in the same blocks, and recorded experts if `other` wants them."""
-        recorded = self.sampling.routed_experts or not other.sampling.routed_experts
-        return recorded and self.images == other.images and self.sampling.keep_kv == other.sampling.keep_kv
+        """Return whether the KV of this prompt can serve `other`, which has the same one: the same images and owner,
+        computed in the same blocks, and recorded experts if `other` wants them."""
+        mine, theirs = ((one.images, one.sampling.keep_kv, one.sampling.cache_owner) for one in (self, other))
+        return mine == theirs and (self.sampling.routed_experts or not other.sampling.routed_experts)
 
     @property
     def tokens_with_experts(self) -> int:

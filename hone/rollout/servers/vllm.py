@@ -390,7 +390,8 @@ def _generate_body(request: GenerationRequest, longest: int, adapter: str | None
     }
     if sampling.json_schema:
         wanted["structured_outputs"] = {"json": sampling.json_schema}
-    return {"request_id": request.id, "token_ids": prompt, "sampling_params": wanted, "model": adapter}
+    salt = {"cache_salt": sampling.cache_owner} if sampling.cache_owner else {}
+    return {"request_id": request.id, "token_ids": prompt, "sampling_params": wanted, "model": adapter, **salt}
 
 
 def tokens_of(page: str) -> int | None:

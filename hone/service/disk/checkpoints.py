@@ -59,8 +59,7 @@ class Checkpoints:
 
     def row(self, model: Model, saving: Saving, folder: Path, digest: str = "") -> Checkpoint:
         """The row of a checkpoint whose files are complete; it exists once the row is in the registry."""
-        flush(folder)
-        now = time.time()
+        size, now = flush(folder), time.time()
         return Checkpoint(
             path=path_of(model.id, saving.kind, saving.name),
             tenant=model.tenant,
@@ -70,7 +69,7 @@ class Checkpoints:
             folder=folder.name,
             digest=digest,
             lora=model.lora,
-            bytes=size_of(folder),
+            bytes=size,
             created=now,
             expires=None if saving.ttl_s is None else now + saving.ttl_s,
             metadata=saving.metadata,
@@ -91,9 +90,6 @@ class Checkpoints:
 
     def folder_named(self, name: str) -> Path:
         return self._root / name
-
-    def folder_of(self, checkpoint: Checkpoint) -> Path:
-        return self._root / checkpoint.folder
 
     def snapshot_of(self, folder: str, digest: str, adapter: bool) -> Snapshot:
         return Snapshot(self._root / folder, digest, adapter)
@@ -119,7 +115,7 @@ class Checkpoints:
         self._urls = {secret: one for secret, one in self._urls.items() if one[1] > now}
         secret, expires = secrets.token_urlsafe(24), now + URL_S
         self._urls[secret] = (checkpoint, expires)
-        names = sorted(path.name for path in self.folder_of(checkpoint).iterdir() if path.is_file())
+        names = sorted(path.name for path in self.folder_named(checkpoint.folder).iterdir() if path.is_file())
         return {name: f"{base_url}/api/v1/external/{secret}/{name}" for name in names}, expires
 
     def exported_file(self, secret: str, name: str) -> Path:
@@ -127,17 +123,19 @@ class Checkpoints:
         found = self._urls.get(secret)
         if found is None or found[1] < time.time():
             raise NotFound("this address is not valid, or not any more")
-        folder = self.folder_of(found[0])
-        if name not in {path.name for path in folder.iterdir()}:
+        folder = self.folder_named(found[0].folder)
+        if not folder.is_dir() or name not in {path.name for path in folder.iterdir()}:
             raise NotFound(f"there is no file {name!r:.200}")
         return folder / name
 
     # ---------------------------------------------------------------------------------------------------- cleaning
 
-    def sweep(self) -> None:
-        """Delete what has expired."""
-        for checkpoint in self._registry.expired():
+    def sweep(self) -> list[str]:
+        """Delete what has expired; returns the folders that are gone."""
+        expired = self._registry.expired()
+        for checkpoint in expired:
             self.remove(checkpoint)
+        return [one.folder for one in expired]
 
     def remove_orphans(self) -> list[str]:
         """Remove the folders that no row names: a killed process was writing them. Returns their names."""
@@ -157,14 +155,11 @@ def path_of(run: str, kind: str, name: str) -> str:
     return f"{SCHEME}{run}/{kind}/{name}"
 
 
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def flush(folder: Path) -> None:
-    """Write the files of a folder to the disk itself, so that a loss of power does not take them."""
+def flush(folder: Path) -> int:
+    """Have the disk itself hold the files of a folder, if the power goes too; returns their bytes."""
     for path in (*folder.rglob("*"), folder, folder.parent):
         sync(path)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def described(checkpoint: Checkpoint) -> dict[str, object]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-FORMAT = 1
+FORMAT = 2
 REGISTRY_FILE = "registry.sqlite"  # in the folder of a service
 
 
@@ -124,6 +124,7 @@ class SnapshotRow:
     adapter: int
     follows: str  # model whose newest snapshot it samples from
     created: float
+    bytes: int  # of `folder`
 
 
 T = TypeVar("T", Key, Session, Model, CommandRow, Checkpoint, SnapshotRow)
@@ -199,9 +200,10 @@ class Registry:
         self._db.execute(f"DELETE FROM {TABLES[cls]} WHERE {where}", tuple(values))
 
     def used_bytes(self, tenant: str) -> int:
-        """Bytes of a tenant's checkpoints."""
+        """Bytes of a tenant's checkpoints and of the snapshots that only its open sessions have."""
+        both = "SELECT bytes, tenant FROM checkpoints UNION ALL SELECT bytes, tenant FROM snapshots"
         (found,) = self._db.execute(
-            "SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ?", (tenant,)
+            f"SELECT COALESCE(SUM(bytes), 0) FROM ({both}) WHERE tenant = ?", (tenant,)
         ).fetchone()
         return int(found)
 

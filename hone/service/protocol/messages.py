@@ -126,6 +126,8 @@ class SaveForSampling(Command):
     def _one_target(self) -> SaveForSampling:
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("exactly one of path and sampling_session_seq_id should be set")
+        if self.ttl_seconds is not None and self.path is None:
+            raise ValueError("ttl_seconds is of a checkpoint with a path; a snapshot without one ends with its session")
         if self.kind == "inflight" and self.path is not None:
             raise ValueError("kind = inflight is for clients that sample while training goes on; leave path out")
         return self

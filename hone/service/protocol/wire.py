@@ -77,7 +77,6 @@ SCHEMA: Mapping[str, tuple[str, ...]] = {
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 NUMPY: Mapping[int, str] = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 STOP, LENGTH = 0, 1
-EMPTY_ID, EMPTY_LOGPROB = 0, -99999.0  # of a place in a table of likely tokens that has none
 
 
 def _messages() -> dict[str, Any]:

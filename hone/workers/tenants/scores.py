@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+EMPTY_ID, EMPTY_LOGPROB = 0, -99999.0  # of a place in a table of likely tokens that has none
+
 
 def whole(ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
     """[len - 1, V]: the log-prob of each token at each place but the first, from the likeliest V tokens of each."""
@@ -22,3 +24,19 @@ def drawn(
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     ids = torch.multinomial(scores.exp(), count, replacement=True, generator=generator)
     return ids.numpy(), scores.gather(1, ids).numpy()
+
+
+def likeliest(
+    ids: NDArray[np.int64], logprobs: NDArray[np.float32], count: int, skipped: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """[len, count]: the likeliest tokens of each place, without those of the first `skipped` places."""
+    first, likely = ids[:, :count].astype(np.int32), logprobs[:, :count].copy()
+    first[:skipped], likely[:skipped] = EMPTY_ID, EMPTY_LOGPROB
+    return first, likely
+
+
+def looked_up(logprobs: NDArray[np.float32], ids: NDArray[np.int64], name: str) -> NDArray[np.float32]:
+    """[len - 1, K]: the log-probs of K tokens at each place; 0 for the id -1. Raises ValueError for other ids."""
+    if ids.max(initial=-1) >= logprobs.shape[1] or ids.min(initial=0) < -1:
+        raise ValueError(f"{name}: ids are from 0 to {logprobs.shape[1] - 1}, and -1 asks for nothing")
+    return np.where(ids < 0, np.float32(0), np.take_along_axis(logprobs, np.maximum(ids, 0), 1))

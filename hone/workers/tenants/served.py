@@ -163,6 +163,7 @@ class ServedRollout:
             yield
         finally:
             self._users[name] -= 1
+            self._users += Counter()  # without those that have none
             self._ended.set()
 
     async def _restart(self) -> None:
@@ -193,20 +194,24 @@ class ServedRollout:
             if idle is None:
                 await self._one_ends()
             else:
+                await self._told(self._server.drop_adapter(idle))
                 del self._placed[idle]
-                await self._server.drop_adapter(idle)
-        try:
-            found = await self._server.serve_adapter(name, snapshot.folder)
-        except asyncio.CancelledError:
-            self._lost = True  # whether it has the adapter is not known
-            raise
+        found = await self._told(self._server.serve_adapter(name, snapshot.folder))
         if found != snapshot.digest:
-            await self._server.drop_adapter(name)
+            await self._told(self._server.drop_adapter(name))
             raise WrongWeights(
                 f"{self._server.name} read the digest {found} from the snapshot in {snapshot.folder.name}, and the "
                 f"trainer wrote {snapshot.digest}: it is not served"
             )
         self._placed[name] = None
+
+    async def _told(self, call: Awaitable[R]) -> R:
+        """The answer of the server to a change of its adapters. Without one, nobody knows what it has."""
+        try:
+            return await call
+        except (asyncio.CancelledError, TimeoutError):
+            self._lost = True
+            raise
 
 
 def _tensors(scored: Scored, width: int) -> Following:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hone.engines.engine import ScoredStep, on_device
 from hone.engines.layout import lay_out
@@ -49,9 +50,11 @@ class SharedForward:
         self._length = 0  # of the row
         body = self._engine.model.base_model
         name = type(body).__name__
+        if base.drops:
+            raise ModelError(f"{KEY}: model.use.dropout drops values in each model's own forward; remove one of them")
         if self._engine.experts is not None:
             raise ModelError(f"{KEY}: {name} is a mixture of experts, whose layers see some tokens only; remove it")
-        linear = {path: one for path, one in self._engine.model.named_modules() if isinstance(one, nn.Linear)}
+        linear = {path: one for path, one in self._engine.model.named_modules() if isinstance(one, nn.Linear | Conv1D)}
         seen: dict[str, int] = {}
         hooks = [one.register_forward_hook(partial(_note_rows, seen, path)) for path, one in linear.items()]
         with torch.no_grad():
@@ -62,22 +65,26 @@ class SharedForward:
             if rows != sum(_TRIAL):
                 raise ModelError(f"{KEY}: {path} of {name} does not see a batch as one row of tokens; remove it")
             linear[path].register_forward_hook(partial(self._add_adapters, path))
+        self._adaptable = frozenset(seen)
 
     def train(self, commands: Sequence[tuple[TenantModel, Work]]) -> list[int]:
         """Add the gradients of each model's batch to its own: in one forward, as far as losses need the same of it.
 
         Returns how many models were in the forward of each command. If it raises, gradients may be incomplete.
         """
+        for model, _ in commands:
+            if other := sorted(model.layers.keys() - self._adaptable):
+                raise RuntimeError(f"{other[0]} has an adapter, and no forward that is shared calls it")
         alike: dict[tuple[frozenset[Need], int], list[tuple[TenantModel, Work]]] = {}
         for model, work in commands:
-            alike.setdefault((work.loss.needs, work.loss.width), []).append((model, work))
+            alike.setdefault(work.loss.asks, []).append((model, work))
         for group in alike.values():
             if len(group) == 1:
                 model, work = group[0]
                 model.forward_backward(work.batch, work.loss)
             else:
                 self._train_as_one(group)
-        return [len(alike[work.loss.needs, work.loss.width]) for _, work in commands]
+        return [len(alike[work.loss.asks]) for _, work in commands]
 
     def _train_as_one(self, commands: Sequence[tuple[TenantModel, Work]]) -> None:
         device = self._engine.device

@@ -69,6 +69,7 @@ class Base:
             }
         )
         self._frozen: dict[str, Tensor] = {}
+        self.drops = bool(model.used.dropout)
 
     def open(self, lora: LoraConfig | None) -> TenantModel:
         """Make a model to train. Raises ModelError or ValueError for an adapter that the model cannot have."""

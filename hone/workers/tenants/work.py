@@ -57,6 +57,11 @@ class CommandLoss:
         return LossOutput(values)
 
     @property
+    def asks(self) -> tuple[frozenset[Need], int]:
+        """What it needs of a forward; losses that ask for the same can share one."""
+        return self.needs, self.width
+
+    @property
     def sum(self) -> float:
         return float(self._losses.sum())
 

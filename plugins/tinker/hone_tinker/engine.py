@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from hone_tinker.messages import Weighted, read_logprobs, training_requests
 from hone_tinker.settings import ServiceSettings
 
 STATE = "service.json"  # of a checkpoint
+LOG = logging.getLogger("hone.tinker")
 SNAPSHOT, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
 """Names of the tensors that a weight sync sends in place of weights."""
 PROBE_LENGTH = 256  # first tokens of a sequence that a sync is checked with
@@ -80,6 +82,11 @@ class ServiceEngine:
         self._base_model = backend.base_model or str(self._spec.model.path)
         if self._schedule is None:
             return
+        LOG.info(
+            "the service at %s shows no digest of its weights: each new snapshot is compared with the trainer by "
+            "log-probs instead, and the run stops if it answers like an older one",
+            backend.url,
+        )
         body: dict[str, Any] = {
             "session_id": self._service.session_id,
             "model_seq_id": next(self._service.model_numbers),

@@ -51,10 +51,12 @@ def train(path, *overrides, command="train"):
 
 
 @pytest.mark.parametrize("changes", [{}, {**SEVERAL, **KL}], ids=["one update", "two updates and a reference"])
-def test_a_run_on_a_service_has_the_figures_of_a_run_in_one_process(run_file, server, key, changes):
+def test_a_run_on_a_service_has_the_figures_of_a_run_in_one_process(run_file, server, key, changes, caplog):
     steps = {"run": {"steps": 3}}
     here = figures(train(run_file("here", **steps, **changes)))
-    there = figures(train(run_file("there", server.url, **steps, **changes)))
+    with caplog.at_level("INFO", logger="hone.tinker"):
+        there = figures(train(run_file("there", server.url, **steps, **changes)))
+    assert caplog.text.count("shows no digest of its weights") == 1
     assert len(here) == 4
     compare(here, there, RL)
 
