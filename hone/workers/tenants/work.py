@@ -58,7 +58,7 @@ class CommandLoss:
 
     @property
     def asks(self) -> tuple[frozenset[Need], int]:
-        """What it needs of a forward; losses that ask for the same can share one."""
+        """Return what it needs of a forward; losses that ask for the same can share one."""
         return self.needs, self.width
 
     @property
