@@ -111,7 +111,8 @@ class LocalSandboxes:
         self._control, theirs = socket.socketpair()
         log = Path(self._folder, "log")
         env = shutil.which("env") or "/usr/bin/env"
-        clean = [env, "-i", "PYTHONHASHSEED=0", "LANG=C.UTF-8", self._python, "-P", "-s", "-c", BOOT]
+        path = f"PATH={os.environ.get('PATH', os.defpath)}"  # bubblewrap is found where this process finds it
+        clean = [env, "-i", path, "PYTHONHASHSEED=0", "LANG=C.UTF-8", self._python, "-P", "-s", "-c", BOOT]
         try:
             with log.open("wb") as output:
                 command = [*clean, PACKAGE, str(theirs.fileno()), self.backend, *self._newest]

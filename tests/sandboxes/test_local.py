@@ -335,3 +335,19 @@ def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(loop, tmp_path,
     works, stops = loop.run(examine("landlock"))
     assert works
     assert "by Landlock" in stops
+
+
+def test_bubblewrap_is_looked_for_where_this_process_finds_it(loop, tmp_path, monkeypatch):
+    found = tmp_path / "bwrap"
+    found.write_text("#!/bin/sh\necho no namespaces today >&2\nexit 1\n")
+    found.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    host = LocalSandboxes("bubblewrap", LIMITS)
+    try:
+        with pytest.raises(SandboxRefused) as refused:
+            loop.run(host.start())
+        assert "is not installed" not in str(
+            refused.value
+        )  # "no namespaces today", or of root that its Python is closed
+    finally:
+        loop.run(host.close())
