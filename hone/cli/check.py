@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -17,12 +18,12 @@ import typer
 from hone.cli.baseline import judged
 from hone.cli.env import Subject, findings, played
 from hone.cli.errors import EXIT_FAILED
-from hone.cli.init import READERS
 from hone.cli.recipe import load_recipe
 from hone.cli.score import outcomes_of
 from hone.composition import ConfigError
 from hone.data.columns import PromptReader
 from hone.data.messages import RenderingError
+from hone.data.packing import Sample
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, PromptStream, TooLong, make_renderer
 from hone.envs import ENVS
@@ -31,7 +32,7 @@ from hone.envs.runners import make_runner
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
-from hone.planner.anatomy import examine
+from hone.planner.anatomy import Anatomy, examine
 from hone.planner.devices import GIB, known_devices, this_machine
 from hone.planner.memory import peak, phases
 from hone.platforms.base import current_platform
@@ -45,6 +46,7 @@ from hone.trainers.policy.checks import check_room, check_settings
 from hone.trainers.policy.evaluate_model import baseline_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.run_model import FOLDER, local_model
+from hone.trainers.supervised.assembly import maker_of
 
 ROWS = 3  # that rewards score
 RENDERED = 200  # rows whose length is measured
@@ -66,14 +68,16 @@ def check(
     file, and 1 if no reward can score or the environment has a problem.
     """
     config = load_recipe(recipe, overrides or []).config
+    if baseline and not isinstance(config, PolicyRunConfig):
+        raise ConfigError(f"--baseline answers prompts, and a run file of kind {config.kind} has none; leave it out")
     with TemporaryDirectory(prefix="hone-check-") as folder:
         model = local_model(config.model, Path(folder) / FOLDER)
-        failed = False
+        failed, anatomy = False, examine(model)
+        renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
         if isinstance(config, PolicyRunConfig):
             check_settings(config)
             check_room(config, model)
-            renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
-            rows, shown = _prompts(config, renderer)
+            rows, shown = _prompts(config, renderer, anatomy.context)
             lines, failed, start = _environment(config, renderer)
             if start is not None:  # it may have tools, and need not be the row's prompt
                 try:
@@ -88,10 +92,9 @@ def check(
             failed |= bool(tried) and all("failed" in line for line in tried)
             _say(tried)
         else:
-            reader = READERS[config.kind]("train", config.data.train, "data.train")
-            _say([f"data: {len(reader)} rows"])
-        _say(_memory(config, model))
-        if baseline and isinstance(config, PolicyRunConfig):
+            _say(_samples(config, renderer, anatomy.context))
+        _say(_memory(config, model, anatomy))
+        if baseline:
             greedy, sampled = baseline_answers(config, model, prompts)
             _say(judged(greedy, sampled, config))
     if failed:
@@ -103,7 +106,7 @@ def _say(lines: Iterable[str]) -> None:
         typer.echo(printable(line))
 
 
-def _prompts(config: PolicyRunConfig, renderer: Renderer) -> tuple[str, str]:
+def _prompts(config: PolicyRunConfig, renderer: Renderer, context: int) -> tuple[str, str]:
     """Return a line about the rows, and the first prompt as text."""
     maker = PromptMaker("train", config.data.train, renderer, "data.train")
     reader, lengths, dropped, shown = maker.reader, [], 0, ""
@@ -119,7 +122,46 @@ def _prompts(config: PolicyRunConfig, renderer: Renderer) -> tuple[str, str]:
     if not lengths:
         return f"{rows}; all of the first {dropped} are too long: see data.train.max_prompt_tokens", ""
     more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
+    asked, left = config.rollout.sampling.max_response_tokens, context - max(lengths)
+    if context and left < asked:
+        more += (
+            f"; the longest leaves {max(left, 0)} of an answer's {asked} tokens, as the model's context is {context}: "
+            "lower rollout.sampling.max_response_tokens or data.train.max_prompt_tokens"
+        )
     return f"{rows}; prompts of {min(lengths)} to {max(lengths)} tokens{more}", shown
+
+
+def _samples(config: Any, renderer: Renderer, context: int) -> Iterator[str]:
+    """Render rows as a supervised trainer does, and show the first sequence."""
+    maker = maker_of(config)("train", config.data.train, renderer, "data.train")
+    reader, dropped = maker.reader, 0
+    found: list[Sample] = []
+    for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
+        try:
+            item = maker.make(index)
+        except TooLong:
+            dropped += 1
+            continue
+        parts = [item, *(getattr(item, one.name) for one in fields(item))]  # of a pair both answers
+        found += [one for one in parts if isinstance(one, Sample)]
+    rows = f"data: {len(reader)} rows"
+    if not found:
+        yield f"{rows}; all of the first {dropped} are too long: see data.train.max_sample_tokens" if dropped else rows
+        return
+    lengths, trained = [one.tokens for one in found], [sum(one.loss_mask) for one in found]
+    more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
+    over = sum(length > context for length in lengths)
+    if context and over:
+        more += (
+            f"; {over} of {len(lengths)} sequences are longer than the model's context of {context}: set "
+            f"data.train.max_sample_tokens={context}"
+        )
+    losses = f"{min(trained)} to {max(trained)} of them with a loss"
+    yield f"{rows}; sequences of {min(lengths)} to {max(lengths)} tokens, {losses}{more}"
+    first = found[0]
+    learnt = [token for token, is_trained in zip(first.token_ids, first.loss_mask, strict=True) if is_trained]
+    for what, ids in (("first sequence, as the model reads it", first.token_ids), ("of it with a loss", learnt)):
+        yield f"{what}: {renderer.decode(ids, keep_special=True)[-SHOWN:]!r}"
 
 
 def _environment(config: PolicyRunConfig, renderer: Renderer) -> tuple[list[str], bool, Start | None]:
@@ -165,9 +207,9 @@ def _shown(outcome: Outcome) -> str:
     return f"failed ({outcome.error})" if outcome.error else f"{outcome.value:.3g}"
 
 
-def _memory(config: Any, model: ModelConfig) -> Iterator[str]:
+def _memory(config: Any, model: ModelConfig, anatomy: Anatomy) -> Iterator[str]:
     """The size of the model, and the forecast of memory that `hone plan` makes, for this machine."""
-    anatomy, platform = examine(model), current_platform()
+    platform = current_platform()
     facts = platform.memory()
     yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
     if anatomy.files.left_out:

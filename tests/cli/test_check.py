@@ -1,14 +1,16 @@
 """`hone check`: what it says of a run file, and its verdict on a model's first answers."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hone.cli.baseline import judged, measured, verdict
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
-from tests.trainers.tiny import recipe
+from tests.trainers.tiny import BASE, recipe
 
 BAD = Path(__file__).parents[1] / "envs" / "bad_envs.py"
 
@@ -79,6 +81,58 @@ def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
     assert lines["verdict"]
     left = [one for one in tmp_path.rglob("*") if "__pycache__" not in one.parts]  # Python's own, of the task
     assert sorted(left) == before
+
+
+def test_an_answer_that_a_prompt_leaves_no_room_for_is_told(tmp_path, capsys):
+    assert main(["check", str(recipe(tmp_path)), "rollout.sampling.max_response_tokens=30"]) == 0
+    said = capsys.readouterr().out
+    assert "of an answer's 30 tokens, as the model's context is 32" in said
+    assert "leaves" not in said.split("context is 32")[1]
+
+
+def supervised(folder, kind, **columns):
+    """A run file of a kind with three rows; the second one is longer than the context."""
+    rows = [{name: text.replace("N", "ab" * count) for name, text in columns.items()} for count in (1, 20, 2)]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "kind": kind,
+        "run": {"dir": str(folder / "run"), "steps": 1},
+        "model": BASE["model"],
+        "data": {"train": {"path": str(data)}},
+        "samples_per_step": 2,
+    }
+    path = folder / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "learnt"),
+    [
+        ("sft", {"prompt": "ab", "completion": "Ncd"}, "abcd"),
+        ("prefer", {"prompt": "ab", "chosen": "Nd", "rejected": "Nc"}, "abd"),
+        ("reward_model", {"prompt": "ab", "chosen": "Nd", "rejected": "Nc"}, "abd"),
+    ],
+)
+def test_rows_of_a_supervised_run_are_rendered_and_shown(tmp_path, capsys, kind, columns, learnt):
+    path = supervised(tmp_path, kind, **columns)
+    assert main(["check", str(path)]) == 0
+    out = capsys.readouterr().out
+    lines = dict(line.split(":", 1) for line in out.strip().splitlines())
+    assert "3 rows; sequences of" in lines["data"]
+    assert "longer than the model's context of 32: set data.train.max_sample_tokens=32" in lines["data"]
+    assert "<user>" in lines["first sequence, as the model reads it"]
+    assert learnt in lines["of it with a loss"]
+    assert "<user>" not in lines["of it with a loss"]
+    assert main(["check", str(path), "--baseline"]) == 2
+    assert f"a run file of kind {kind} has none" in capsys.readouterr().err
+
+
+def test_a_supervised_row_that_cannot_be_read_is_found(tmp_path, capsys):
+    path = supervised(tmp_path, "sft", prompt="ab", answer="N")
+    assert main(["check", str(path)]) == 2
+    assert "completion" in capsys.readouterr().err
 
 
 def test_a_reward_that_can_score_nothing_is_found(tmp_path, capsys):
