@@ -419,6 +419,60 @@ def test_layers_are_chosen_and_an_export_is_fetched_without_a_key(server, client
     assert Client(server, "").call("GET", path.replace("external/", "external/x"))[0] == 404
 
 
+def test_whole_weights_of_one_client_are_trained_sampled_and_there_after_a_kill(tmp_path):
+    training = {"compute_dtype": "float32", "whole_weights": True}
+    server = Server(tmp_path, training=training, limits={"metadata_bytes": 64})
+    try:
+        client = Client(server)
+        session = client.session()
+        whole = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": None}
+        model = client.do("create_model", **whole)["model_id"]
+        refused = client.post("create_model", **{**whole, "model_seq_id": 1, "lora_config": {"rank": 2}})
+        assert "takes this service alone" in refused[1]["error"]
+        before, _ = client.trained(model, 1, [DATUM])
+        client.step(model, 2, learning_rate=1e-2)
+        saved = client.do("save_weights_for_sampler", model_id=model, seq_id=3, path="whole")
+        asked = client.train(model, 4, [DATUM], forward_only=True)
+        # a large result is announced once, and then sent
+        large = {"request_id": asked[1]["request_id"], "allow_metadata_only": True}
+        while (found := client.post("retrieve_future", **large))[0] == 408:
+            pass
+        assert found[1]["status"] == "complete_metadata"
+        reply = client.post("retrieve_future", **large)[1]
+        assert len(reply) == found[1]["response_payload_size"] > 64
+        after, _ = parsed(reply)
+        assert np.abs(after[0] - before[0]).max() > 1e-3
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+        opened = client.post("create_sampling_session", **sampler)[1]["sampling_session_id"]
+        _, message = client.sample(opened, 0, TEXT, prompt_logprobs=True)
+        np.testing.assert_allclose(np.frombuffer(message.prompt_logprobs, "<f4")[1:], after[0], atol=1e-5)
+        server.kill()
+        server.start()
+        again, _ = client.trained(model, 5, [DATUM], forward_only=True)
+        assert again[0].tobytes() == after[0].tobytes()
+    finally:
+        server.close()
+
+
+def test_a_checkpoint_gets_a_time_to_live_and_is_never_published(client):
+    model = client.model(client.session())
+    path = client.do("save_weights", model_id=model, seq_id=1, path="short", ttl_seconds=3600)["path"]
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    route = f"training_runs/{run}/checkpoints"
+
+    def expires():
+        (one,) = client.call("GET", route)[1]["checkpoints"]
+        return one["expires_at"]
+
+    assert expires() is not None
+    assert client.call("PUT", f"{route}/{kind}/{name}/ttl", {"ttl_seconds": None})[0] == 200
+    assert expires() is None
+    assert client.call("PUT", f"{route}/{kind}/{name}/ttl", {"ttl_seconds": 5})[0] == 400  # at least an hour
+    assert "not published" in client.post(f"{route}/{kind}/{name}/publish")[1]["error"]
+    unnamed = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0, "ttl_seconds": 3600}
+    assert "ttl_seconds is of a checkpoint with a path" in client.do("save_weights_for_sampler", **unnamed)["error"]
+
+
 def test_a_session_that_ended_is_gone_and_its_checkpoints_stay(client):
     session = client.session()
     model = client.model(session)
