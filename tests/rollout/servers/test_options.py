@@ -156,7 +156,7 @@ def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, t
 
 @pytest.mark.parametrize(("kind", "without"), [("falcon_h1", True), ("qwen3", False)])
 def test_vllm_on_a_cpu_caches_no_prefixes_where_layers_carry_a_state(adapter_of, tmp_path, kind, without):
-    tiny_config(kind, {"head_dim": 32}).save_pretrained(tmp_path / "model")
+    tiny_config(kind, {"head_dim": 32, "mamba_d_state": 16}).save_pretrained(tmp_path / "model")  # 96 channels
     assert ("--no-enable-prefix-caching" in command(adapter_of("vllm"))) is without
 
 
