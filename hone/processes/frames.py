@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -90,22 +90,19 @@ class FrameReader:
         self._most_bytes = most_bytes
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Add what was read; returns the frames that are now complete. Raises BrokenFrame."""
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Add what was read; yields the frames that are now complete. Raises BrokenFrame when it comes to one."""
         self._bytes += data
-        frames = []
-        start = 0
-        while len(self._bytes) - start >= HEADER.size:
-            length, kind, process, batch = HEADER.unpack_from(self._bytes, start)
+        while len(self._bytes) >= HEADER.size:
+            length, kind, process, batch = HEADER.unpack_from(self._bytes)
             if length > self._most_bytes or kind not in set(Kind):
                 raise BrokenFrame(f"a frame of kind {kind} and {length} bytes; at most {self._most_bytes} are taken")
-            end = start + HEADER.size + length
+            end = HEADER.size + length
             if len(self._bytes) < end:
-                break
-            frames.append(Frame(Kind(kind), process, batch, _decode(bytes(self._bytes[start + HEADER.size : end]))))
-            start = end
-        del self._bytes[:start]
-        return frames
+                return
+            frame = Frame(Kind(kind), process, batch, _decode(bytes(self._bytes[HEADER.size : end])))
+            del self._bytes[:end]
+            yield frame
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -117,10 +117,7 @@ class RequestProcess:
         self._send(encode(Kind.REQUEST, self._batch, body))
 
     def replies(self, deadline: float) -> list[dict[str, Any]]:
-        """Wait for at least one reply to the current request; returns none if `deadline` (monotonic) passes.
-
-        Raises ChildLost.
-        """
+        """Wait for replies to the current request; none if `deadline` (monotonic) passes. Raises ChildLost."""
         while time.monotonic() < deadline:
             found = [frame.body for frame in self._read(deadline) if self._counts(frame)]
             if found:
@@ -143,18 +140,22 @@ class RequestProcess:
     def _read(self, deadline: float) -> list[Frame]:
         """The frames that came; none if `deadline` passed or a frame is not complete yet."""
         self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        frames: list[Frame] = []
         try:
+            frames.extend(self._reader.feed(b""))  # the last call may have found a broken one behind others
             data = self._socket.recv(1 << 18)
+            frames.extend(self._reader.feed(data))  # has those before a broken one
         except TimeoutError:
             return []
+        except BrokenFrame as error:
+            if frames:
+                return frames
+            raise ChildLost(f"the {self._name} broke the protocol: {error}") from error
         except OSError as error:
             raise self._death() from error
         if not data:
             raise self._death()
-        try:
-            return self._reader.feed(data)
-        except BrokenFrame as error:
-            raise ChildLost(f"the {self._name} broke the protocol: {error}") from error
+        return frames
 
     def _death(self) -> ChildLost:
         """Return the end of the process and its last lines."""

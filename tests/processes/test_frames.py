@@ -37,19 +37,29 @@ def raw(body, kind=Kind.REPLY):
 )
 def test_a_stream_that_is_not_frames_is_noticed(data):
     with pytest.raises(BrokenFrame):
-        FrameReader().feed(data)
+        list(FrameReader().feed(data))
+
+
+def test_whole_frames_before_a_broken_one_are_not_lost():
+    reader = FrameReader()
+    frames = reader.feed(raw(b'{"a": 1}') + raw(b'{"a": 2}') + raw(b"[]"))
+    assert [next(frames).body, next(frames).body] == [{"a": 1}, {"a": 2}]
+    with pytest.raises(BrokenFrame, match="is not an object"):
+        next(frames)
+    with pytest.raises(BrokenFrame, match="is not an object"):
+        list(reader.feed(b""))
 
 
 def test_a_frame_that_is_too_long_is_refused_when_it_is_announced():
     with pytest.raises(BrokenFrame, match="at most 100 are taken"):
-        FrameReader(100).feed(HEADER.pack(101, Kind.REPLY, 1, 1))
+        list(FrameReader(100).feed(HEADER.pack(101, Kind.REPLY, 1, 1)))
 
 
 @pytest.mark.parametrize("deep", [b"[" * 400_000, b'{"a":' * 400_000, b'{"a":"' + b"[" * 2_000_000])
 def test_a_frame_that_is_too_deep_is_refused_in_linear_time(deep):
     began = time.process_time()
     with pytest.raises(BrokenFrame):
-        FrameReader().feed(raw(deep))
+        list(FrameReader().feed(raw(deep)))
     assert time.process_time() - began < 5  # 0.3 s; parsing ends in a RecursionError, backtracking in hours
 
 
