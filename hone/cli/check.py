@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,7 +26,7 @@ from hone.data.columns import PromptReader
 from hone.data.messages import RenderingError
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer
-from hone.data.stream import PromptMaker, PromptStream, TooLong, make_renderer
+from hone.data.stream import Maker, PromptMaker, PromptStream, TooLong, make_renderer
 from hone.envs import ENVS
 from hone.envs.base import Start
 from hone.envs.runners import make_runner
@@ -48,6 +49,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.run_model import FOLDER, local_model
 from hone.trainers.supervised.assembly import maker_of
 
+T = TypeVar("T")
 ROWS = 3  # that rewards score
 RENDERED = 200  # rows whose length is measured
 CALL_S = 30.0  # deadline of one call of an environment, in seconds
@@ -108,48 +110,42 @@ def _say(lines: Iterable[str]) -> None:
 
 def _prompts(config: PolicyRunConfig, renderer: Renderer, context: int) -> tuple[str, str]:
     """Return a line about the rows, and the first prompt as text."""
-    maker = PromptMaker("train", config.data.train, renderer, "data.train")
-    reader, lengths, dropped, shown = maker.reader, [], 0, ""
-    for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
-        try:
-            prompt = maker.make(index)
-        except TooLong:
-            dropped += 1
-            continue
-        lengths.append(len(prompt.token_ids))
-        shown = shown or renderer.decode(prompt.token_ids, keep_special=True)
-    rows = f"data: {len(reader)} rows"
-    if not lengths:
-        return f"{rows}; all of the first {dropped} are too long: see data.train.max_prompt_tokens", ""
-    more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
+    prompts, rows, more = _made(PromptMaker("train", config.data.train, renderer, "data.train"))
+    if not prompts:
+        return f"{rows}{more}: see data.train.max_prompt_tokens", ""
+    lengths = [len(one.token_ids) for one in prompts]
     asked, left = config.rollout.sampling.max_response_tokens, context - max(lengths)
     if context and left < asked:
         more += (
             f"; the longest leaves {max(left, 0)} of an answer's {asked} tokens, as the model's context is {context}: "
             "lower rollout.sampling.max_response_tokens or data.train.max_prompt_tokens"
         )
+    shown = renderer.decode(prompts[0].token_ids, keep_special=True)
     return f"{rows}; prompts of {min(lengths)} to {max(lengths)} tokens{more}", shown
+
+
+def _made(maker: Maker[T]) -> tuple[list[T], str, str]:
+    """Make the items of the first rows; also return a text about the rows, and one about those that are too long."""
+    reader = maker.reader
+    tried = range(reader.first, min(reader.last, reader.first + RENDERED))
+    found: list[T] = []
+    for index in tried:
+        with suppress(TooLong):
+            found.append(maker.make(index))
+    dropped = len(tried) - len(found)
+    more = f", {dropped} of the first {len(tried)} rows are too long" if dropped else ""
+    return found, f"data: {len(reader)} rows", more
 
 
 def _samples(config: Any, renderer: Renderer, context: int) -> Iterator[str]:
     """Render rows as a supervised trainer does, and show the first sequence."""
-    maker = maker_of(config)("train", config.data.train, renderer, "data.train")
-    reader, dropped = maker.reader, 0
-    found: list[Sample] = []
-    for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
-        try:
-            item = maker.make(index)
-        except TooLong:
-            dropped += 1
-            continue
-        parts = [item, *(getattr(item, one.name) for one in fields(item))]  # of a pair both answers
-        found += [one for one in parts if isinstance(one, Sample)]
-    rows = f"data: {len(reader)} rows"
+    items, rows, more = _made(maker_of(config)("train", config.data.train, renderer, "data.train"))
+    parts = [[item, *(getattr(item, one.name) for one in fields(item))] for item in items]  # of a pair both answers
+    found = [one for each in parts for one in each if isinstance(one, Sample)]
     if not found:
-        yield f"{rows}; all of the first {dropped} are too long: see data.train.max_sample_tokens" if dropped else rows
+        yield f"{rows}{more}: see data.train.max_sample_tokens" if more else rows
         return
     lengths, trained = [one.tokens for one in found], [sum(one.loss_mask) for one in found]
-    more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
     over = sum(length > context for length in lengths)
     if context and over:
         more += (

@@ -37,7 +37,7 @@ _SHAREGPT = {  # roles of the form `from`, `value`
     "observation": "tool",
 }
 _ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
-_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}  # in any case
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}  # also in capital letters
 
 
 Tools = Sequence[Mapping[str, Any]]

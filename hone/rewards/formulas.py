@@ -319,7 +319,7 @@ def _fractions(text: str) -> str:
 
 
 def _percent(found: re.Match[str]) -> str:
-    """Percents of a mixed number as those of a fraction: of `33\\frac13\\%` math-verify reads 1/3 %."""
+    """Write `33\\frac13\\%` as `\\frac{100}{3}\\%`, because math-verify reads 1/3 % of it."""
     over, under = (int(one.strip("{}")) for one in found.groups()[1:])
     return f"\\frac{{{int(found[1] or 0) * under + over}}}{{{under}}}\\%"
 

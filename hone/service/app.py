@@ -73,13 +73,13 @@ class ServiceApp:
         self._listings = Listings(service)
         self._add("GET", "/external/{secret}/{name}", self._listings.external_file, public=True)
         self._add("GET", "/get_server_capabilities", self._capabilities)
+        for path, instead in NOT_SERVED.items():
+            for method in ("GET", "POST", "PUT"):
+                self._add(method, f"/{path}", partial(self._refuse, f"{path} is not served here: {instead}"))
         for path, handler in self._posts().items():
             self._add("POST", f"/{path}", handler)
         for method, path, handler in self._listings.routes():
             self._add(method, path, handler)
-        for path, instead in NOT_SERVED.items():
-            for method in ("GET", "POST", "PUT"):
-                self._add(method, f"/{path}", partial(self._refuse, f"{path} is not served here: {instead}"))
         self._add("POST", "/forward_backward", self._forward_backward, raw=True)
         self.app.add_api_route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"])
 

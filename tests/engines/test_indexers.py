@@ -101,6 +101,18 @@ def test_the_loss_and_its_gradients_are_those_of_each_sequence_alone(kind, folde
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_the_loss_and_its_direction_are_those_of_float32(kind, folders):
+    batch = make_batch(0)
+    exact, first = gradients(make_engine(folders[kind], moe=LEARNING), batch)
+    rounded, second = gradients(make_engine(folders[kind], moe=LEARNING, compute_dtype="bfloat16"), batch)
+    assert second["train/indexer_loss"].value == pytest.approx(first["train/indexer_loss"].value, rel=0.05)
+    one, other = (
+        torch.cat([found[name].flatten() for name in sorted(of_indexers(found))]) for found in (exact, rounded)
+    )
+    assert torch.nn.functional.cosine_similarity(one, other, 0) > 0.8  # keys of nearly equal scores change places
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_weights_learn_as_without_the_loss_and_by_default_indexers_stay(kind, folders):
     batch = make_batch(1)
     found, _ = gradients(make_engine(folders[kind], moe=LEARNING), batch, likelihood)

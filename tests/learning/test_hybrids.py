@@ -1,14 +1,12 @@
 """GRPO teaches models with layers that carry a state, judged by exact match, and also while answers are generated."""
 
-from pathlib import Path
-
 import pytest
 
 from hone.registry import resolve
+from tests.learning.conftest import SCRIPT
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = f"{Path(__file__).parents[2]}/benchmarks/learning_table.py"
 MODELS = {
     "nemotron_h": {
         "layers": 4,
@@ -37,13 +35,7 @@ BESIDE = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("settings", [{}, BESIDE], ids=["before the update", "while it trains"])
-def test_a_model_with_a_state_learns_to_reverse_three_characters(kind, settings, tmp_path, capsys):
+def test_a_model_with_a_state_learns_to_reverse_three_characters(kind, settings, learns):
     model = {"architecture": kind, **MODELS[kind]}
     build = {f"model.build.{key}": value for key, value in model.items()}
-    row = resolve(f"{SCRIPT}:Row")("grpo", "ppo", {**build, **settings})
-    result = resolve(f"{SCRIPT}:learn")(row, tmp_path, deadline_s=800)
-    with capsys.disabled():
-        print(f"\nlearning: {kind} has {result.exact_match:.3f} after {result.steps} steps ", end="")
-    first = next(resolve(f"{SCRIPT}:read")(tmp_path / "run" / "metrics.jsonl"))
-    assert first["eval/held_out/exact_match"] < 0.05
-    assert result.exact_match >= 0.99
+    learns(resolve(f"{SCRIPT}:Row")("grpo", "ppo", {**build, **settings}), kind)

@@ -15,11 +15,11 @@ import pytest
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.registry import resolve
+from tests.learning.conftest import SCRIPT
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = f"{ROOT}/benchmarks/learning_table.py"
 ROWS = resolve(f"{SCRIPT}:ROWS")
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("<!-- learning table: begin -->")[2].partition("<!-- learning table: end -->")[0]
@@ -46,14 +46,8 @@ TODAY = chosen(LEARNING, os.environ.get("HONE_LEARNING_ROWS", ""), datetime.date
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", TODAY, ids=lambda row: row.name)
-def test_the_row_learns_to_reverse_three_characters(row, tmp_path, capsys):
-    result = resolve(f"{SCRIPT}:learn")(row, tmp_path, deadline_s=800)
-    with capsys.disabled():
-        print(f"\nlearning: {row.name} has {result.exact_match:.3f} after {result.steps} steps ", end="")
-    first = next(resolve(f"{SCRIPT}:read")(tmp_path / "run" / "metrics.jsonl"))
-    assert first["eval/held_out/exact_match"] < 0.05
-    assert result.exact_match >= 0.99
-    assert result.steps is not None
+def test_the_row_learns_to_reverse_three_characters(row, learns):
+    learns(row, row.name)
 
 
 def test_every_estimator_and_every_loss_has_a_row():

@@ -378,14 +378,16 @@ def announced(client, size):
         ("copy_weights", "load a checkpoint"),
         ("create_custom_loss", "in the client"),
         ("cancel_future", "finish its session"),
+        ("sessions/search", "list training_runs"),
         ("sessions/any/project", "no projects"),
         ("nothing_like_it", "not served"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(client, path, named):
-    status, found = client.post(path)
-    assert status in (400, 404)
-    assert named in found["error"]
+    for method in ("GET", "POST"):
+        status, found = client.call(method, path, {} if method == "POST" else None)
+        assert status in (400, 404)
+        assert named in found["error"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Commands of several adapters in one forward: each model's gradients are those of training alone."""
+"""Commands of several adapters in one forward: each model gets the same gradients as when it trains alone."""
 
 import numpy as np
 import pytest

@@ -246,7 +246,7 @@ class TemplateForm:
     def _loses_text_of_calls(self) -> bool:
         """True if the template does not show an answer's text and its calls, both before the calls' results.
 
-        A text between the two is told once: the model learns it there.
+        hone warns once of a text that comes after the calls and before their results: the model learns it there.
         """
         text = self._called(1, self._content(_SAID))
         said, call = text.find(_SAID), text.find(_PROBE)

@@ -209,7 +209,7 @@ def divergence(q: Tensor, k: Tensor, chosen: Tensor, scores: Tensor, scale: floa
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Weights of attention, [n, heads, L, K] in float32 at least, without those of the sinks."""
+    """Weights of attention to the keys, [n, heads, L, K] in float32 at least; what goes to the sinks is left out."""
     hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return attention_weights((q @ k.mT) * scale, hidden, None, None if sinks is None else sinks.view(1, -1, 1, 1))

@@ -18,7 +18,7 @@ from sympy.logic.boolalg import And
 from hone.rewards.answers.words import letters
 
 Kind = Literal["all", "any", "list"]
-"""How many of several inequalities hold: all, one at least, or what a list means."""
+"""What has to hold of several inequalities: all, at least one, or (in a list) what `solutions` says."""
 
 _SIGNS = re.compile(r"[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|lt|gt|ne|neq)(?![a-z])")
 _BUILDER = re.compile(

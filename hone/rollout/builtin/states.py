@@ -321,7 +321,7 @@ def _prefill(run: RunFn, cache: StateCache, layer: _Layer, prompts: PackedPrompt
 
 
 def _side_by_side(parts: list[tuple[Any, tuple[int, int]]]) -> Any:
-    """Results [n, L, ...] from those of pieces of the same prompts; None for other results."""
+    """Join the results for the pieces of some prompts to [n, L, ...]; None if they are no tensors over tokens."""
     first, shape = parts[0]
     if len(parts) == 1:
         return first

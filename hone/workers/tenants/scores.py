@@ -29,7 +29,7 @@ def drawn(
 def likeliest(
     ids: NDArray[np.int64], logprobs: NDArray[np.float32], count: int, skipped: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """[len, count]: the likeliest tokens of each place, without those of the first `skipped` places."""
+    """The likeliest tokens at each place, [len, count]; the first `skipped` places have none."""
     first, likely = ids[:, :count].astype(np.int32), logprobs[:, :count].copy()
     first[:skipped], likely[:skipped] = EMPTY_ID, EMPTY_LOGPROB
     return first, likely
