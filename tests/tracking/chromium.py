@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
 
@@ -81,3 +81,15 @@ async def chromium(folder):
     finally:
         process.kill()
         process.wait(30)
+
+
+@contextmanager
+def one_tab(folder):
+    """The page of a browser for tests that are no coroutines, and what runs its coroutines: one start for all tests."""
+    with asyncio.Runner() as runner:
+        browser = chromium(folder)
+        page = runner.run(browser.__aenter__())
+        try:
+            yield page, runner.run
+        finally:
+            runner.run(browser.__aexit__(None, None, None))

@@ -19,6 +19,11 @@ ON_PAGE = 12  # prompts of a set
 _TRAINING = b'"set": null'
 _KEYS = 200  # bytes at the start of a line that have it
 _MOST_TEXT = 1_000  # characters of an answer
+_ABOUT = (
+    "the last message of the user",
+    "the answer in the first evaluation of this set, and its reward",
+    "the answer in the last evaluation of this set, and its reward",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ def beside_of(lines: Iterable[bytes], most: int) -> list[Beside]:
             first, last = min(steps), max(steps)
             both = [(one, steps[last][key]) for key, one in steps[first].items() if key in steps[last]]
             rows = ((_question(before), _answer(before), _answer(after)) for before, after in both[:most])
-            found.append(Beside(name, (first, last), tuple(rows)))
+            if both:
+                found.append(Beside(name, (first, last), tuple(rows)))
     return found
 
 
@@ -74,7 +80,8 @@ def beside_section(found: Iterable[Beside]) -> str:
     """The section of the page, as HTML; empty without two evaluations."""
     tables = []
     for one in found:
-        head = "".join(f"<th>{escape(title)}</th>" for title in ("prompt", *titles(one)))
+        heads = ("prompt", *titles(one))
+        head = "".join(f'<th title="{about}">{escape(title)}</th>' for title, about in zip(heads, _ABOUT, strict=True))
         rows = "".join(
             f'<tr><td class="asked">{escape(prompt)}</td>{_cell(before)}{_cell(after)}</tr>'
             for prompt, before, after in one.rows
@@ -105,7 +112,7 @@ def reward_of(answer: Answer) -> str:
 
 
 def _cell(answer: Answer) -> str:
-    return f'<td>{escape(shown(answer))} <span class="badge">{escape(reward_of(answer))}</span></td>'
+    return f'<td>{escape(shown(answer))} <span class="badge" title="reward">{escape(reward_of(answer))}</span></td>'
 
 
 def _question(record: dict[str, Any]) -> str:

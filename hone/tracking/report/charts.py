@@ -47,7 +47,7 @@ class Chart:
             "series": [[name, label] for name, label in self.series.items()],
             "kind": self.kind,
             "unit": self.unit,
-            "about": "\n".join(map(explained, self.series)),
+            "about": [explained(name) for name in self.series],
         }
 
 
@@ -113,7 +113,7 @@ def explained(metric: str) -> str:
     """The meaning of a metric from the catalogue with its name and unit, for a tooltip."""
     known = describe_metric(metric)
     if known is None:
-        return metric
+        return f"{metric}: recorded by code of this run, and not described in the catalogue of metrics"
     return f"{metric}: {known.meaning}{f' ({known.unit})' if known.unit else ''}"
 
 

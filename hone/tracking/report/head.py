@@ -51,6 +51,26 @@ _RUN_FACTS = {
     "platform": "System",
     "commit": "Commit",
 }
+_MEANINGS = {  # of every fact by its title, for its tooltip
+    "State": "in progress, finished, interrupted, or why the run failed",
+    "Started": "when the first launch of this run began",
+    "Ended": "when the last launch of this run ended",
+    "Hardware": "accelerators, cores and memory that the driver of the run saw; on a cluster those of its machine",
+    "System": "operating system of the driver of the run",
+    "Commit": "git commit of the folder that the run was launched in; + : files had changed since",
+    "Resumed from": "the last step of the checkpoint that the last launch continued from",
+    "Kind": "what trains: rl, sft, prefer, reward_model or distill",
+    "Model": "the model that training began with",
+    "Data": "the rows that the run trained on: a file, a data set or a function",
+    "Algorithm": "the preset that sets advantages and loss",
+    "Advantages": "how rewards become the advantage of each token",
+    "Loss": "the function that training minimises",
+    "Learning rate": "the step size of the optimizer at its highest; the schedule changes it",
+    "Prompts per step": "prompts of one training step",
+    "Samples per prompt": "answers to each prompt, which are compared with each other",
+    "Samples per step": "rows of one training step",
+    "Seed": "the number that every random choice of the run follows from",
+}
 
 
 def page_parts(data: RunData) -> dict[str, str]:
@@ -131,7 +151,7 @@ def duration(seconds: float) -> str:
 
 def _badge(data: RunData) -> str:
     text, kind = state_of(data)
-    return f'<span class="badge {kind}">{escape(text)}</span>'
+    return f'<span title="{escape(_MEANINGS["State"])}" class="badge {kind}">{escape(text)}</span>'
 
 
 def _failure(data: RunData) -> str:
@@ -230,6 +250,8 @@ def _facts(data: RunData) -> str:
     for key, title in _RUN_FACTS.items():
         if data.facts.get(key):
             shown[title] = str(data.facts[key])
+    if data.facts.get("commit") == "":
+        shown["Commit"] = "none: the run was launched outside of git"
     if data.facts.get("resumed_from") is not None:
         shown["Resumed from"] = f"step {data.facts['resumed_from']}"
     settings = settings_of(data.config)
@@ -239,7 +261,11 @@ def _facts(data: RunData) -> str:
     trackers = data.facts.get("trackers")
     if isinstance(trackers, Mapping):
         shown |= {f"Tracker {name}": str(where) for name, where in trackers.items()}
-    return "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in shown.items())
+    return "".join(
+        f'<dt title="{escape(_MEANINGS.get(title, "where this tracker wrote the run"))}">{escape(title)}</dt>'
+        f"<dd>{escape(text)}</dd>"
+        for title, text in shown.items()
+    )
 
 
 def _config(data: RunData) -> str:

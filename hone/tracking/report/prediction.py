@@ -33,6 +33,12 @@ PHASES = {  # of a prediction -> as a run calls them
     "checkpoint": ("save_checkpoint",),
 }
 WITH = {"backward": "optimizer"}  # the optimizer's step is in a run's phase `backward`
+_HEAD = (
+    '<th title="a part of a step, or of the launch">phase</th>'
+    '<th title="what hone plan computed at launch">predicted</th>'
+    '<th title="peak of the memory, median of the seconds after the first steps">measured</th>'
+    '<th title="1: right; above 1: the prediction was too high">predicted / measured</th>'
+)
 BASE = "before loading"  # the part of a prediction that the process has without a model
 
 
@@ -133,8 +139,7 @@ def prediction_section(prediction: Prediction | None) -> str:
     )
     return (
         f'<details><summary><h2>Predicted and measured</h2><span class="count">{escape(prediction.source)}</span>'
-        "</summary><table><thead><tr><th>phase</th><th>predicted</th><th>measured</th><th>predicted / measured</th>"
-        f"</tr></thead><tbody>{lines}</tbody></table></details>"
+        f"</summary><table><thead><tr>{_HEAD}</tr></thead><tbody>{lines}</tbody></table></details>"
     )
 
 

@@ -82,7 +82,7 @@ function curvesOf(spec) {
     const many = page.runs.length > 1 && !stack;
     const dash = many ? DASHES[(run.dash + i) % DASHES.length] : "";
     const text = many ? [run.name, label].filter(Boolean).join(" · ") : label;
-    return [{ name, run, label: text, colour: `var(--c${(many ? run.index : i) % 8})`, dash, steps: curve.steps, values: curve.values }];
+    return [{ name, run, label: text, about: spec.about[i], colour: `var(--c${(many ? run.index : i) % 8})`, dash, steps: curve.steps, values: curve.values }];
   }));
 }
 
@@ -103,7 +103,7 @@ class Chart {
 
   build() {
     const head = make("div", { class: "chart-head" });
-    const title = make("h3", { title: this.spec.about }, this.spec.title);
+    const title = make("h3", { title: this.spec.about.join("\n") }, this.spec.title);
     this.read = make("span", { class: "read" });
     head.append(title);
     if (this.spec.unit) head.append(make("span", { class: "unit" }, this.spec.unit));
@@ -130,7 +130,7 @@ class Chart {
   refresh() {
     this.series = curvesOf(this.spec);
     if (this.stack && this.series.length) // the last band is the part of the step that no phase timed
-      this.series.push({ name: "", label: "rest of the step", colour: "var(--faint)", steps: page.run.phases.steps, values: page.run.phases.rest });
+      this.series.push({ name: "", label: "rest of the step", about: "the part of a step that no phase timed", colour: "var(--faint)", steps: page.run.phases.steps, values: page.run.phases.rest });
     const finite = this.series.flatMap((s) => s.values).filter((v) => Number.isFinite(v));
     const [least, most] = ends(finite);
     this.logButton.hidden = this.stack || !(least > 0 && most / least > 100);
@@ -140,7 +140,7 @@ class Chart {
       s.read = make("b");
       const swatch = make("i");
       swatch.style.background = s.colour;
-      return make("span", {}, swatch, s.label + " ", s.read);
+      return make("span", { title: s.about }, swatch, s.label + " ", s.read);
     }));
     this.host.hidden = !this.series.length;
     this.width = 0;

@@ -34,17 +34,17 @@ class Reader {
     if (row.error) this.host.append(make("div", { class: "faults" }, row.error));
     const components = Object.entries(row.components);
     if (components.length) {
-      const list = make("div", { class: "components" });
+      const list = make("div", { class: "components", title: PARTS });
       for (const [name, value] of components) list.append(make("span", {}, `${name} `, make("b", {}, number(value))));
-      this.host.append(make("h4", { title: "what each function of the reward gave, before its weight" }, "reward parts"), list);
+      this.host.append(make("h4", { title: PARTS }, "reward parts"), list);
     }
     for (const [name, text] of Object.entries(row.printed))
       this.host.append(make("h4", { title: "what this function printed while it scored this answer" }, `${name} printed`), make("div", { class: "text-box short" }, text));
-    this.host.append(make("h4", {}, "prompt"), make("div", { class: "text-box short" }, row.prompt));
-    if (row.conversation.length) this.host.append(make("h4", {}, "turns and tool calls"), conversation(row.conversation));
+    this.host.append(make("h4", { title: "what the model read before its answer, with its chat template" }, "prompt"), make("div", { class: "text-box short" }, row.prompt));
+    if (row.conversation.length) this.host.append(make("h4", { title: "what the policy said, called and read, turn by turn" }, "turns and tool calls"), conversation(row.conversation));
     if (this.beside && group.length > 1) this.host.append(this.columns(group));
     else this.host.append(this.head(row, "response"), this.response(row));
-    if (row.truth) this.host.append(make("h4", {}, "ground truth"), make("div", { class: "text-box short" }, row.truth));
+    if (row.truth) this.host.append(make("h4", { title: "what the reward functions compared the answer with" }, "ground truth"), make("div", { class: "text-box short" }, row.truth));
   }
 
   again() { this.show(this.group, this.chosen.number); }
@@ -64,17 +64,17 @@ class Reader {
 
   columns(group) {
     const grid = make("div", { class: "answers" });
-    for (const one of group) grid.append(make("div", { class: "answer" }, make("h4", {}, sampleOf(one)), this.marks(one), this.response(one)));
+    for (const one of group) grid.append(make("div", { class: "answer" }, make("h4", { title: "number of this answer among those to its prompt" }, sampleOf(one)), this.marks(one), this.response(one)));
     const both = document.createDocumentFragment();
     both.append(this.head(this.chosen, `${group.length} answers to this prompt`), grid);
     return both;
   }
 
   marks(row) {
-    const marks = make("div", { class: "marks" }, badge(row.status), plain(`reward ${number(row.reward)}`));
+    const marks = make("div", { class: "marks" }, badge(row.status), plain(`reward ${number(row.reward)}`, REWARD));
     if (row.advantage !== null) marks.append(plain(`advantage ${signed(row.advantage)}`, ADVANTAGE));
     if (row.relative !== null) marks.append(plain(`${signed(row.relative)} to the group`, RELATIVE));
-    marks.append(plain(`${row.length} tokens`), plain(`ended by ${row.stop}`, "why generation ended: stop is the end token, length the limit"));
+    marks.append(plain(`${row.length} tokens`, LENGTH), plain(`ended by ${row.stop}`, "why generation ended: stop is the end token, length the limit"));
     if (row.versions.length) marks.append(plain(`weights ${[...new Set(row.versions.map(([v]) => v))].join(", ")}`, "versions of the weights that sampled it; each training step makes one"));
     return marks;
   }
@@ -86,7 +86,7 @@ class Reader {
   }
 
   head(row, title) {
-    const head = make("h4", {}, title);
+    const head = make("h4", { title: "the sampled tokens; each tells its log-probs when the pointer is over it" }, title);
     if (!row.tokens.length) return head;
     const [modes, mode] = this.modeOf(row);
     const buttons = make("span", { class: "modes" });
@@ -126,6 +126,9 @@ class Reader {
   }
 }
 
+const REWARD = "the weighted sum of the reward parts; empty if scoring failed";
+const PARTS = "what each function of the reward gave, before its weight";
+const LENGTH = "sampled tokens of the answer";
 const ADVANTAGE = "the advantage that the policy was trained with; the mean where tokens have different ones. Filtered and held-out answers have none";
 const RELATIVE = "reward minus the mean reward of the answers to this prompt";
 const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
@@ -143,12 +146,12 @@ function conversation(turns) {
     const item = make("li", {}, make("div", { class: "said" }, turn.said));
     for (const call of turn.calls) {
       const line = make("div", { class: "call" }, make("b", {}, call.tool || "?"), ` ${call.arguments} → ${call.result} `);
-      line.append(make("span", { class: "scale" }, `${number(call.seconds)} s`));
-      if (call.fault) line.append(make("span", { class: "badge bad" }, call.fault));
+      line.append(make("span", { class: "scale", title: "time of this call" }, `${number(call.seconds)} s`));
+      if (call.fault) line.append(make("span", { class: "badge bad", title: "why the call failed" }, call.fault));
       item.append(line);
     }
     if (!turn.calls.length && turn.read) item.append(make("div", { class: "read" }, turn.read));
-    if (turn.reward !== null) item.append(plain(`reward ${number(turn.reward)}`));
+    if (turn.reward !== null) item.append(plain(`reward ${number(turn.reward)}`, "the reward that the environment gave for this turn"));
     list.append(item);
   }
   return list;
@@ -173,7 +176,7 @@ const STATUSES = {
 
 function badge(status) {
   const kind = status === "ok" ? "good" : status === "truncated" || status === "filtered" ? "warn" : "bad";
-  return make("span", { class: `badge ${kind}`, title: STATUSES[status] ?? "" }, status.replaceAll("_", " "));
+  return make("span", { class: `badge ${kind}`, title: STATUSES[status] ?? "how the answer ended" }, status.replaceAll("_", " "));
 }
 
-const plain = (text, title = "") => make("span", { class: "badge", title }, text);
+const plain = (text, title) => make("span", { class: "badge", title }, text);

@@ -5,10 +5,10 @@ const ROWS = 20, GROUPS = 5; // on one page
 const COLUMNS = [
   { key: "step", title: "step", width: "62px", numeric: true, about: "the training step, or the step after which a set was evaluated" },
   { key: "set", title: "set", width: "80px", show: (row) => row.set ?? "training", about: "training, or the held-out set" },
-  { key: "reward", title: "reward", width: "70px", numeric: true, about: "the weighted sum of the reward parts; empty if scoring failed" },
+  { key: "reward", title: "reward", width: "70px", numeric: true, about: REWARD },
   { key: "advantage", title: "advantage", width: "84px", numeric: true, about: ADVANTAGE },
   { key: "relative", title: "to group", width: "76px", numeric: true, about: RELATIVE },
-  { key: "length", title: "tokens", width: "64px", numeric: true, about: "sampled tokens of the answer" },
+  { key: "length", title: "tokens", width: "64px", numeric: true, about: LENGTH },
   { key: "worst", title: "max gap", width: "76px", numeric: true, about: "the largest difference between a token's log-probs of trainer and rollout engine" },
   { key: "status", title: "status", width: "104px", about: "how the answer ended" },
   { key: "question", title: "question", text: true, about: "the last message of the user" },

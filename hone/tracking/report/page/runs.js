@@ -11,7 +11,8 @@ class Runs {
   // Draw the table anew.
   show() {
     const titles = [...new Map(page.runs.flatMap((run) => run.figures.map((one) => [one.title, one]))).values()];
-    const header = make("tr", {}, make("th", { class: "pick" }), make("th", { class: "name" }, "run"), make("th", {}, "state"), make("th", { class: "number" }, "step"));
+    const header = make("tr", {}, make("th", { class: "pick", title: "whether the charts show the run, and its colour" }), make("th", { class: "name", title: "the name of the run folder" }, "run"),
+      make("th", { title: "in progress, finished, interrupted, or why the run failed" }, "state"), make("th", { class: "number", title: "training steps that have ended" }, "step"));
     for (const one of titles) header.append(make("th", { class: "number", title: one.about }, one.title));
     header.append(make("th", { class: "number", title: "the sum of all steps, with evaluations and checkpoints" }, "time"));
     const body = make("tbody");
@@ -45,7 +46,7 @@ class Runs {
   // Rows of a key and its value in each run; absent values are null.
   differ(rows) {
     this.diffCount.textContent = rows.length ? `${rows.length} key${rows.length > 1 ? "s" : ""}` : "none";
-    const header = make("tr", {}, make("th", { class: "name" }, "key"), ...page.runs.map((run) => make("th", {}, run.name)));
+    const header = make("tr", {}, make("th", { class: "name", title: "a key of the run file" }, "key"), ...page.runs.map((run) => make("th", { title: run.folder }, run.name)));
     const body = rows.map(([key, values]) => make("tr", {}, make("td", { class: "name" }, key), ...values.map((value) => make("td", { title: value ?? "" }, value ?? "–"))));
     this.diff.replaceChildren(rows.length ? make("table", {}, make("thead", {}, header), make("tbody", {}, ...body)) : make("div", { class: "empty" }, "All settings are equal."));
   }
