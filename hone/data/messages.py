@@ -70,7 +70,7 @@ def normal_message(
     message["role"] = _ROLES.get(message["role"].strip().lower(), message["role"])
     learnt = _is_learnt(message)
     calls = _calls_of(message)
-    thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
+    thought = _one_of({name: message.get(name) for name in _THOUGHTS}, "a message") or ""
     if not isinstance(thought, str):
         raise MessageError(f"the thoughts of a message (reasoning_content) should be text, found {thought!r:.80}")
     for name in (*_THOUGHTS, *_EXCLUDING, "tool_calls", "function_call"):
@@ -100,8 +100,21 @@ def _with_role(given: Any) -> Any:
         return given
     if not isinstance(given["from"], str) or given["from"] not in _SHAREGPT:
         raise MessageError(f"a message is from {given['from']!r:.80}; known are {', '.join(_SHAREGPT)}")
-    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return {"role": _SHAREGPT[given["from"]], "content": given["value"], **rest}
+    rest = {key: value for key, value in given.items() if key not in ("from", "value", "content")}
+    content = _one_of({"value": given["value"], "content": given.get("content")}, "a message")
+    return {"role": _SHAREGPT[given["from"]], "content": given["value"] if content is None else content, **rest}
+
+
+def _one_of(given: Mapping[str, Any], what: str) -> Any:
+    """The value of what has several names, in a mapping of these; None if no name has a value that says anything.
+
+    Raises MessageError if two names have different values.
+    """
+    found = {name: value for name, value in given.items() if value}
+    first = next(iter(found.values()), None)
+    if any(value != first for value in found.values()):
+        raise MessageError(f"{what} has {' and '.join(found)}, which differ; leave one of them")
+    return first
 
 
 def stored_messages(text: str) -> list[Any] | None:
@@ -221,7 +234,10 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageError(f"a tool call should have a function with a name, found {call!r:.80}")
     name = function["name"]
-    arguments = next((function[key] for key in _ARGUMENTS if function.get(key)), None)
+    given = {key: function.get(key) for key in _ARGUMENTS}
+    if function is not call:
+        given |= {f"{key} beside its function": call.get(key) for key in _ARGUMENTS}
+    arguments = _one_of(given, f"a call of {name}")
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = _json(arguments)
@@ -258,11 +274,20 @@ def _parsed(found: Any, what: str) -> Any:
 def _json(text: str) -> Any:
     """The value of JSON text. Raises ValueError for other text, and for more than `DEEPEST` levels."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=object_of)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if _is_deep(found):
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+    return found
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON with these keys and values. Raises ValueError for a key that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.80} is there twice")
     return found
 
 
@@ -301,7 +326,7 @@ class _Gaps:
         """The value without gaps. Raises MessageError for a null of which the schema does not say what it is."""
         schema = self._resolved(schema)
         if isinstance(value, Mapping):
-            known = _properties(schema)
+            known = self._properties(schema, set())
             kept = {key: one for key, one in value.items() if one is not None or self._real(key, schema, known, path)}
             return {key: self.without(one, (known or {}).get(key), f"{path}.{key}") for key, one in kept.items()}
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -320,7 +345,8 @@ class _Gaps:
                 f"{self._what}: {path}.{key} is null, which Parquet also writes for an argument that is not there, and "
                 "no tool of the row says which it is; add the column tools, or store the arguments as JSON text"
             )
-        return key in schema.get("required", ()) or _nullable(self._resolved(known[key]))
+        required = schema.get("required")
+        return (isinstance(required, list) and key in required) or self._nullable(known[key], set())
 
     def _resolved(self, schema: Any) -> Any:
         """The schema that a `$ref` into the same document names."""
@@ -333,28 +359,35 @@ class _Gaps:
                 schema = schema.get(step) if isinstance(schema, Mapping) else None
         return schema
 
+    def _properties(self, schema: Any, seen: set[int]) -> dict[str, Any] | None:
+        """The properties of an object's schema and of its alternatives; None if the schema names none.
 
-def _properties(schema: Any) -> Mapping[str, Any] | None:
-    """The properties of an object's schema and of its alternatives; None if the schema names none."""
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(schema.get("properties"), Mapping):
-        return cast(Mapping[str, Any], schema["properties"])
-    found: dict[str, Any] = {}
-    for kind in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(kind) or ():
-            found |= _properties(one) or {}
-    return found or None
+        `seen`: schemas that need no second look, because references may be a circle.
+        """
+        schema = self._resolved(schema)
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return None
+        seen.add(id(schema))
+        own = schema.get("properties")
+        found = [own] if isinstance(own, Mapping) else []
+        for one in _alternatives(schema, "anyOf", "oneOf", "allOf"):
+            found += [inner] if (inner := self._properties(one, seen)) is not None else []
+        return {key: value for one in reversed(found) for key, value in one.items()} if found else None
+
+    def _nullable(self, schema: Any, seen: set[int]) -> bool:
+        """Return whether a schema allows null, or does not say what it allows."""
+        schema = self._resolved(schema)
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return not isinstance(schema, Mapping)
+        seen.add(id(schema))
+        if alternatives := _alternatives(schema, "anyOf", "oneOf"):
+            return any(self._nullable(one, seen) for one in alternatives)
+        kinds = schema.get("type")
+        if kinds is None:
+            return None in schema["enum"] if isinstance(schema.get("enum"), list) else True
+        return schema.get("nullable") is True or "null" in (kinds if isinstance(kinds, list) else [kinds])
 
 
-def _nullable(schema: Any) -> bool:
-    """Return whether a schema allows null, or does not say what it allows."""
-    if not isinstance(schema, Mapping):
-        return True
-    for kind in ("anyOf", "oneOf"):
-        if schema.get(kind):
-            return any(_nullable(one) for one in schema[kind])
-    kinds = schema.get("type")
-    if kinds is None:
-        return None in schema["enum"] if isinstance(schema.get("enum"), Sequence) else True
-    return schema.get("nullable") is True or "null" in ([kinds] if isinstance(kinds, str) else kinds)
+def _alternatives(schema: Mapping[str, Any], *kinds: str) -> list[Any]:
+    """The schemas in the lists of these names; one that is malformed says nothing."""
+    return [one for kind in kinds if isinstance(schema.get(kind), list) for one in schema[kind]]

@@ -32,6 +32,7 @@ def calling(call):
     [
         calling([{"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]),
         calling([{"name": "weather", "arguments": {"city": "Oslo"}}]),
+        calling([{"function": {"name": "weather", "arguments": ""}, "arguments": {"city": "Oslo"}}]),
         calling([json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})]),
         calling(json.dumps([{"type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}])),
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
@@ -65,6 +66,19 @@ def nested(levels):
         (calling([{"function": {"arguments": {}}}]), "a tool call should have a function with a name"),
         (calling([{"function": {"name": "f", "arguments": nested(5_000)}}]), "nested deeper than 64 levels"),
         ({**calling([{"name": "f"}]), "function_call": {"name": "f"}}, "has tool_calls and function_call"),
+        (
+            calling([{"name": "f", "arguments": {"a": 1}, "input": {"a": 2}}]),
+            "a call of f has arguments and input, which",
+        ),
+        (
+            calling([{"function": {"name": "f", "arguments": {"a": 1}}, "arguments": {}, "args": {"a": 2}}]),
+            "a call of f has arguments and args beside its function, which differ",
+        ),
+        (
+            {"role": "assistant", "content": "4", "reasoning": "x", "thinking": "y"},
+            "reasoning and thinking, which differ",
+        ),
+        ({"from": "gpt", "value": "4", "content": "5"}, "a message has value and content, which differ; leave one"),
         (calling("{"), "tool_calls is text, but no JSON"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "or an image, found"),
         ({"role": "user", "content": 7}, "should be text or a list of parts, found 7"),
@@ -96,8 +110,9 @@ def test_arguments_with_a_number_that_json_lacks_are_a_clear_error(arguments):
 def test_thoughts_are_text_and_an_empty_name_of_them_hides_no_other():
     answer = {"role": "assistant", "content": "4", "reasoning_content": "", "reasoning": "2 and 2."}
     assert normal_message(answer)["reasoning_content"] == "2 and 2."
+    assert normal_message({**answer, "thinking": "2 and 2."})["reasoning_content"] == "2 and 2."
     with pytest.raises(MessageError, match=r"should be text, found \[\{'text': 'hm'\}\]"):
-        normal_message({**answer, "reasoning_content": [{"text": "hm"}]})
+        normal_message({**answer, "reasoning": [{"text": "hm"}]})
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"trainable": False}, {"loss_mask": 0}, {"train": 0}])
@@ -175,6 +190,25 @@ def test_nulls_within_arguments_follow_their_schema(tmp_path, dataset):
     assert arguments_read(tmp_path, dataset, rows) == {
         "places": [{"city": "Oslo", "note": None}, {"note": "x", "zip": 3}]
     }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "read"),
+    [
+        (
+            {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {}}}], "$defs": {"a": {"properties": {"a": {}}}}},
+            True,
+        ),
+        ({"properties": {"b": {}}, "allOf": [{"$ref": "#"}, {"properties": {"a": {"$ref": "#/properties/b"}}}]}, True),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "string"}]}, "b": {}}}, False),
+        ({"properties": {"a": {"type": 5, "anyOf": 5}, "b": {}}, "required": True, "oneOf": "b"}, False),
+    ],
+    ids=["in a reference", "in a circle", "its own alternative", "malformed"],
+)
+def test_nulls_follow_schemas_with_references_in_circles_and_malformed_ones(tmp_path, dataset, parameters, read):
+    tool = {"name": "go", "parameters": parameters}
+    rows = [{"messages": asking("go", {"a": None, "b": 1}), "tools": json.dumps([tool])}]
+    assert arguments_read(tmp_path, dataset, rows) == ({"a": None, "b": 1} if read else {"b": 1})
 
 
 def test_nulls_of_parquet_without_a_schema_are_an_error_that_names_them(tmp_path, dataset):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from hone.config import ConfigError
 from hone.data import SOURCES
-from hone.data.sources.base import DataError, open_rows
+from hone.data.sources.base import DataError, check_path, open_rows
 from hone.data.sources.files import GROUPS_IN_MEMORY, JsonlRows, ParquetRows
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "ground_truth": 2 * n, "extra": {"n": [n, n]}} for n in range(25)]
@@ -135,6 +136,61 @@ def test_a_malformed_jsonl_file_names_the_line(tmp_path, text, said, dataset):
     path.write_text(text)
     with pytest.raises(DataError, match=rf"bad\.jsonl {said}"):
         list_of(dataset(path=path))
+
+
+@pytest.mark.parametrize(
+    "row", ['{"prompt": "a", "prompt": "b"}', '{"prompt": [{"role": "user", "n": [{"n": 1, "n": 1}]}]}']
+)
+def test_a_key_that_a_row_has_twice_is_a_clear_error(tmp_path, row, dataset):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{row}\n', encoding="utf-8")
+    rows = open_rows(dataset(path=path))
+    with pytest.raises(DataError, match=r"rows.jsonl line 2 is not valid JSON: the key '(prompt|n)' is there twice"):
+        rows[1]
+
+
+def test_a_column_that_parquet_has_twice_is_a_clear_error(tmp_path, dataset):
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet has the column 'prompt' twice"):
+        open_rows(dataset(path=tmp_path / "rows.parquet"))
+
+
+def test_a_row_of_parquet_that_python_cannot_hold_is_named(tmp_path, dataset):
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"good", b"\xff"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), tmp_path / "rows.parquet")
+    rows = open_rows(dataset(path=tmp_path / "rows.parquet"))
+    assert rows[0] == {"prompt": "good"}
+    with pytest.raises(DataError, match=r"rows.parquet row 1 cannot be read: 'utf-8' codec"):
+        rows[1]
+
+
+def test_rows_that_change_after_they_were_opened_are_an_error_and_new_ones_are_not(tmp_path, dataset, write_jsonl):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = open_rows(dataset(path=path))
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("7 + 7", "9 + 9") + json.dumps(ROWS[0]) + "\n", encoding="utf-8")
+    assert [rows[i] for i in (6, 8, 24)] == [ROWS[i] for i in (6, 8, 24)]
+    with pytest.raises(DataError, match=r"rows.jsonl line 8 has changed since it was opened"):
+        rows[7]
+    path.unlink()
+    with pytest.raises(DataError, match=r"row 6 of .*rows.jsonl cannot be read any more: No such file"):
+        rows[6]
+
+
+def test_a_parquet_file_that_changes_after_it_was_opened_is_an_error(tmp_path, dataset, write_parquet):
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    rows = open_rows(dataset(path=path))
+    write_parquet(path, ROWS[::-1])
+    with pytest.raises(DataError, match=r"rows.parquet has changed since it was opened"):
+        rows[0]
+
+
+def test_a_pipe_is_no_file_of_rows_and_brackets_in_a_name_are_no_pattern(tmp_path, dataset, write_jsonl):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe.jsonl should be a file, but is a pipe or a device"):
+        open_rows(dataset(path=tmp_path / "pipe.jsonl"))
+    check_path(dataset(path=write_jsonl(tmp_path / "rows[1].jsonl", ROWS)), "data.train")
 
 
 def test_what_is_not_there_is_a_clear_error(tmp_path, dataset, write_jsonl):

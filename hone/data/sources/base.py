@@ -69,7 +69,7 @@ def check_path(config: RowsConfig, key: str) -> None:
     """Raise DataError for a data set in files that do not exist, without reading any."""
     if config.source is None:
         name = _by_suffix(config.path, key)
-        if name in SUFFIXES.values() and not glob.glob(config.path, recursive=True):
+        if name in SUFFIXES.values() and not (Path(config.path).exists() or glob.glob(config.path, recursive=True)):
             raise DataError(f"{key}.path: no file {config.path}{nearest(Path(config.path))}")
 
 

@@ -21,12 +21,14 @@ from typing import IO
 import pyarrow
 import pyarrow.parquet
 
+from hone.data.messages import object_of
 from hone.data.settings import RowsConfig
 from hone.data.sources.base import DataError, Row, nearest
 
 GROUPS_IN_MEMORY = 4  # Parquet row groups kept in memory; a shuffle mixes the rows of this many
 BATCH_ROWS, BATCH_BYTES = 1024, 1 << 28  # of a row group, read at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CHANGED = "has changed since it was opened; a run reads rows when it needs them, so write new data to another file"
 
 
 def open_jsonl(config: RowsConfig) -> JsonlRows:
@@ -49,7 +51,7 @@ def _paths(pattern: str) -> list[Path]:
         raise DataError(f"no file {pattern}{nearest(path)}")
     for one in found:
         if not one.is_file():
-            raise DataError(f"{one} should be a file, but is a folder")
+            raise DataError(f"{one} should be a file, but is {'a folder' if one.is_dir() else 'a pipe or a device'}")
         if not os.access(one, os.R_OK):
             raise DataError(f"{one} cannot be read: permission denied")
     return found
@@ -59,8 +61,8 @@ class JsonlRows:
     """Files with one JSON object per line; empty lines are skipped.
 
     Opening scans the files once for line offsets, and checks that each line begins and ends like an object, so that a
-    truncated file fails before training starts. Other errors in a line appear when it is read. A `.gz` file is unpacked
-    into a temporary file, which has no name and ends with this object.
+    truncated file fails before training starts. Other errors in a line appear when it is read; so does a line that has
+    changed since then. A `.gz` file is unpacked into a temporary file, which has no name and ends with this object.
     """
 
     blocks = None
@@ -71,6 +73,7 @@ class JsonlRows:
         self._paths = paths
         self.place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._offsets = array("q")
+        self._checksums = array("I")
         self._firsts: list[int] = []  # number of the first row of each file
         self._unpacked = {path: _unpacked(path) for path in paths if path.suffix == ".gz"}  # descriptors
         for descriptor in self._unpacked.values():
@@ -89,6 +92,7 @@ class JsonlRows:
                     raise DataError(f"{path} line {number} should be one JSON object, found {shown!r}")
                 if text:
                     self._offsets.append(offset)
+                    self._checksums.append(zlib.crc32(text))
                 offset += len(line)
 
     def __len__(self) -> int:
@@ -96,12 +100,17 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Row:
         path = self._paths[self._file(index)]
-        with self._open(path) as file:  # for each row, so that nothing is left to close or shared with a fork
-            file.seek(self._offsets[index])
-            line = file.readline()
         try:
-            row = json.loads(line)
-        except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+            with self._open(path) as file:  # for each row, so that nothing is left to close or shared with a fork
+                file.seek(self._offsets[index])
+                line = file.readline().removeprefix(BYTE_ORDER_MARK).strip()
+        except OSError as error:
+            raise DataError(f"row {index} of {path} cannot be read any more: {error.strerror}") from error
+        if zlib.crc32(line) != self._checksums[index]:
+            raise DataError(f"{self.where(index)} {CHANGED}")
+        try:
+            row = json.loads(line, object_pairs_hook=object_of)
+        except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, a key twice
             raise DataError(f"{self.where(index)} is not valid JSON: {error}") from error
         except RecursionError as error:
             raise DataError(f"{self.where(index)} is nested too deeply to be read") from error
@@ -171,7 +180,10 @@ class ParquetRows:
 
     def __getitem__(self, index: int) -> Row:
         group = self._group(index)
-        row: Row = self._table(group).slice(index - self._firsts[group], 1).to_pylist()[0]
+        try:
+            row: Row = self._table(group).slice(index - self._firsts[group], 1).to_pylist()[0]
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:  # no UTF-8, a broken page ...
+            raise DataError(f"{self.where(index)} cannot be read: {error}") from error
         return row
 
     def where(self, index: int) -> str:
@@ -190,6 +202,8 @@ class ParquetRows:
     def _table(self, group: int) -> pyarrow.Table:
         if group not in self._cache:
             path, number = self._groups[group]
+            if not _metadata(path).equals(self._metadata[path]):
+                raise DataError(f"{path} {CHANGED}")
             with pyarrow.parquet.ParquetFile(path, metadata=self._metadata[path]) as file:
                 # By batches: Arrow reads no nested column of more than 2 GiB at once, such as lists of images.
                 rows = _rows_of_a_batch(self._metadata[path].row_group(number))
@@ -208,6 +222,10 @@ def _rows_of_a_batch(group: pyarrow.parquet.RowGroupMetaData) -> int:
 
 def _metadata(path: Path) -> pyarrow.parquet.FileMetaData:
     try:
-        return pyarrow.parquet.read_metadata(path)
+        found = pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+    names = found.schema.to_arrow_schema().names
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise DataError(f"{path} has the column {twice!r} twice; rename one of them")
+    return found
