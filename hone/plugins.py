@@ -30,7 +30,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "megatron": {"training engine": ("megatron",)},
     "nixl": {"weight transport": ("nixl",)},
     "sglang": {"rollout engine": ("sglang",)},
-    "tinker": {"training engine": ("tinker_api",), "rollout engine": ("tinker_api",)},
+    "tinker": {"runtime": ("tinker",), "training engine": ("tinker",), "rollout engine": ("tinker",)},
     "torchtitan": {"training engine": ("torchtitan",)},
     "veomni": {"training engine": ("veomni",)},
 }

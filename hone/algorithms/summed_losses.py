@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens, as training services define them (the protocol of Tinker).
+"""Losses that are sums over tokens, as training services define them.
 
     r = exp(logprob - logprobs)        of a token, against the log-prob that it was sampled with
 

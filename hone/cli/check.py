@@ -211,8 +211,8 @@ def _memory(config: Any, model: ModelConfig, anatomy: Anatomy) -> Iterator[str]:
     if anatomy.files.left_out:
         yield f"not read of the model's files: {anatomy.files.unread()}"
     if not config.actor.backend.computes_here:
-        name = config.actor.backend.name
-        yield f"memory: actor.backend {name} needs none here; other models, such as teachers, are not counted"
+        name = config.runtime.backend.name
+        yield f"memory: runtime.backend={name} needs none here; other models, such as teachers, are not counted"
         return
     sizes = Sizes({POLICY: anatomy}, measured_lengths(config, model))
     try:

@@ -86,7 +86,7 @@ def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding
     if isinstance(config.runtime.backend, RaySettings):
         yield _ray(config.runtime.backend)
     if not config.actor.backend.computes_here:
-        yield Finding("model", "on a service", None, f"actor.backend {config.actor.backend.name} needs no memory here")
+        yield Finding("model", "on a service", None, f"{config.runtime.backend.name} needs no memory here")
     else:
         yield from _model_of(config)
     yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")

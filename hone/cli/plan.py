@@ -105,10 +105,9 @@ def plan(
         compare(config, known.cost or [], known.source, grid or [], as_json)
         return
     if not config.actor.backend.computes_here:
-        here = "actor.backend=fsdp2" + (" rollout.backend=builtin" if isinstance(config, PolicyRunConfig) else "")
         raise ConfigError(
-            f"actor.backend {config.actor.backend.name}: the model is on a service, whose memory and time hone does "
-            f"not predict; to plan the same run on devices of yours, add {here}"
+            f"runtime.backend={config.runtime.backend.name}: the model is on a service, whose memory and time hone "
+            "does not predict; to plan the same run on devices of yours, add runtime.backend=local"
         )
     with TemporaryDirectory(prefix="hone-plan-") as folder:
         sizes = sizes_of(config, Path(folder))

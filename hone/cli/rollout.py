@@ -79,8 +79,8 @@ def _serve(run_file: Path, rest: list[str]) -> None:
         )
     if not config.actor.backend.computes_here:
         raise ConfigError(
-            f"{run_file}: actor.backend {config.actor.backend.name} is a service, which answers itself; there is no "
-            "server to start"
+            f"{run_file}: runtime.backend={config.runtime.backend.name} is a service, which answers itself; there is "
+            "no server to start"
         )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with sigterm_as_ctrl_c():

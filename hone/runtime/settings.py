@@ -81,11 +81,19 @@ class RaySettings(Choice):
         return max(counts)
 
 
+class ServiceRuntime(Choice):
+    """Base of runtimes whose service holds the policy. The engine and the rollout of the same name use the service.
+
+    The engine's settings have the same keys. Everything else of the run is computed as with the local runtime.
+    """
+
+
 class RuntimeConfig(Config):
     """Places and limits of workers."""
 
     backend: Annotated[Choice, FromRegistry(RUNTIMES)] = setting(
-        meaning="where workers run: local (this process) or ray (a cluster)", factory=lambda: Choice(name="local")
+        meaning="where workers run: local (this process), ray (a cluster), or the service of a plug-in",
+        factory=lambda: Choice(name="local"),
     )
     threads: int = setting(
         0, "CPU threads of a worker; 0: as OMP_NUM_THREADS says, else all cores that this process may use", ge=0

@@ -57,7 +57,7 @@ def test_every_kind_of_part_is_examined():
 def test_without_full_parts_are_named_and_not_tried():
     found = findings()
     assert found["parts", "not examined"][0].detail == "whether each part can be imported here: hone doctor --full"
-    assert found["parts", "rollout"][0] == Finding("parts", "rollout", None, "builtin, sglang, tinker_api, vllm")
+    assert found["parts", "rollout"][0] == Finding("parts", "rollout", None, "builtin, sglang, tinker, vllm")
     assert not any(line.ok is not None for (section, _), lines in found.items() if section == "parts" for line in lines)
 
 

@@ -59,7 +59,9 @@ def placement_of(config: Any, machine: Machine, ranks: int = 0) -> DevicePlaceme
     that a service holds.
     """
     if not config.actor.backend.computes_here:
-        raise ConfigError(f"actor.backend {config.actor.backend.name}: the model is on a service, not on this machine")
+        raise ConfigError(
+            f"runtime.backend={config.runtime.backend.name}: the model is on a service, not on this machine"
+        )
     runtime, rl = config.runtime.backend, isinstance(config, PolicyRunConfig)
     ray = isinstance(runtime, RaySettings)
     trainer = runtime.devices * runtime.nodes if ray else machine.total

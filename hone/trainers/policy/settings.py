@@ -19,7 +19,14 @@ from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.schedule.settings import AsynchronyConfig
 from hone.tracking.settings import TrackingConfig
-from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, ProfileConfig, ReferenceConfig, RunConfig
+from hone.trainers.run.settings import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ProfileConfig,
+    ReferenceConfig,
+    RunConfig,
+    RunSettings,
+)
 from hone.weights.settings import WeightSyncConfig
 
 
@@ -155,7 +162,7 @@ class ProcessRewardConfig(Config):
     )
 
 
-class PolicyRunConfig(Config):
+class PolicyRunConfig(RunSettings):
     """A reinforcement-learning run: `hone train`."""
 
     kind: Literal["rl"] = setting("rl", "reinforcement learning")

@@ -29,12 +29,12 @@ POLICY = "actor"  # the role that is trained on what it samples
 def prepare_process(runtime: RuntimeConfig) -> None:
     """Set this process's threads, determinism and memory, and join the other ranks if torchrun started several.
 
-    Raises ConfigError if torchrun started ranks of a runtime that starts its own.
+    Raises ConfigError if torchrun started ranks of another runtime than `local`.
     """
     if ranks.ranks() > 1 and runtime.backend.name != "local":
         raise ConfigError(
-            f"runtime.backend: {runtime.backend.name} starts its own ranks, and this is one of {ranks.ranks()} that "
-            "torchrun started; start it without torchrun, or set runtime.backend=local"
+            f"runtime.backend: {runtime.backend.name} takes no ranks from torchrun, and this is one of "
+            f"{ranks.ranks()} that it started; start it without torchrun, or set runtime.backend=local"
         )
     ranks.join(runtime.collective_timeout_s)
     keep_freed()

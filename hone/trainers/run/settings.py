@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config import Config, setting
+from hone.config import Config, build, plain, setting
 from hone.data.settings import DatasetConfig
+from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
+from hone.runtime.settings import ServiceRuntime
 
 
 def _listed(value: Any) -> Any:
@@ -32,6 +34,37 @@ class StopWhenConfig(Config):
     def by_score(self) -> bool:
         """Return whether the score may end the run."""
         return self.score_reaches is not None or self.no_better_for is not None
+
+
+class RunSettings(Config):
+    """Base of the settings of all kinds of run. If `runtime.backend` is a service, engine and rollout follow it."""
+
+    @model_validator(mode="after")
+    def _policy_is_where_the_runtime_says(self) -> RunSettings:
+        run: Any = self
+        backend = run.runtime.backend
+        if not isinstance(backend, ServiceRuntime):
+            if not run.actor.backend.computes_here:
+                raise ValueError(
+                    f"actor.backend = {run.actor.backend.name}: a service would hold the policy; remove actor.backend "
+                    f"and set runtime.backend={run.actor.backend.name}, with the same keys, or set actor.backend=fsdp2"
+                )
+            return self
+        for name in ("actor", "rollout"):
+            section = self.__dict__.get(name)
+            if section is None:  # supervised runs have no rollout
+                continue
+            found = getattr(section.backend, "name", section.backend)
+            if "backend" in section.model_fields_set and found != backend.name:
+                raise ValueError(
+                    f"{name}.backend = {found}, but the service of runtime.backend={backend.name} holds the policy; "
+                    f"remove {name}.backend, or set it to {backend.name}"
+                )
+            value = (
+                build(EngineConfig, {"backend": plain(backend)}, "runtime").backend if name == "actor" else backend.name
+            )
+            self.__dict__[name] = section.model_copy(update={"backend": value})
+        return self
 
 
 class RunConfig(Config):

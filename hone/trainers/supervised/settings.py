@@ -14,16 +14,23 @@ from hone.algorithms.preference.settings import (
     RewardModelLossSettings,
 )
 from hone.algorithms.settings import AggregationSettings
-from hone.config import Config, FromRegistry, setting
+from hone.config import FromRegistry, setting
 from hone.data.settings import DataConfig
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.settings import TrackingConfig
-from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, ProfileConfig, ReferenceConfig, RunConfig
+from hone.trainers.run.settings import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ProfileConfig,
+    ReferenceConfig,
+    RunConfig,
+    RunSettings,
+)
 
 
-class SupervisedConfig(Config):
+class SupervisedConfig(RunSettings):
     """Settings of every supervised run."""
 
     kind: str = setting(meaning="which kind of run")

@@ -43,7 +43,7 @@ AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 FINISH_S = 5.0
 KEY = "TINKER_API_KEY"
 ADDRESS = "TINKER_BASE_URL"
-IS_IT_ONE = "is actor.backend.url the address of a service of Tinker's protocol?"
+IS_IT_ONE = "is runtime.backend.url the address of a service of Tinker's protocol?"
 IS_IT_A_KEY = f"; is {KEY} a key of this service?"
 HINTS = {401: IS_IT_A_KEY, 403: IS_IT_A_KEY}
 """Status that another try would get again -> a question to the user."""
@@ -91,7 +91,7 @@ class Connection:
         except TimeoutError as error:
             started.cancel()
             raise ServiceFailed(
-                f"{self.url} has not answered all requests of a call after {ROUNDS} x actor.backend.timeout_s = "
+                f"{self.url} has not answered all requests of a call after {ROUNDS} x runtime.backend.timeout_s = "
                 f"{self.timeout_s:g} s; raise it if the service needs longer"
             ) from error
 
@@ -179,7 +179,7 @@ class Connection:
                 state = " ".join(filter(None, (found.get("queue_state"), found.get("queue_state_reason"))))
         raise ServiceFailed(
             f"{called} has no result after {self.timeout_s:g} s"
-            f"{f' ({state})' if state else ''}; raise actor.backend.timeout_s if it needs longer"
+            f"{f' ({state})' if state else ''}; raise runtime.backend.timeout_s if it needs longer"
         )
 
     async def _again(
@@ -280,7 +280,7 @@ def connect(url: str, timeout_s: float) -> Connection:
     if not _is_address(url):
         found = f"found {url!r}" if url else "it is empty, and so is the environment variable " + ADDRESS
         raise ConfigError(
-            f"actor.backend.url should be the address of a service, such as http://127.0.0.1:8123; {found}"
+            f"runtime.backend.url should be the address of a service, such as http://127.0.0.1:8123; {found}"
         )
     if url not in _connections:
         key = os.environ.get(KEY, "").strip()

@@ -1,4 +1,4 @@
-"""The engine `tinker_api`: the verbs of a training engine as requests to a service.
+"""The engine `tinker`: the verbs of a training engine as requests to a service.
 
     infer_batch        forward_backward with forward_only; without the adapter: prompt log-probs of the base's sampler
     forward_backward   token weights of the loss (`gradients`), sent as weighted cross_entropy
@@ -54,7 +54,7 @@ class ServiceEngine:
         config = spec.engine
         assert isinstance(config.backend, ServiceSettings)
         if ranks.ranks() > 1:
-            raise ValueError("actor.backend tinker_api computes nothing here: start it without torchrun")
+            raise ValueError("runtime.backend=tinker computes nothing here: start it without torchrun")
         if spec.temperature != 1.0:
             raise ValueError(
                 f"rollout.sampling.temperature = {spec.temperature:g}: services compute log-probs at temperature 1; "

@@ -1,4 +1,4 @@
-"""The rollout `tinker_api`: samples from the service's sampler that a weight sync names.
+"""The rollout `tinker`: samples from the service's sampler that a weight sync names.
 
     weight sync --name of a sampler, a sequence with the trainer's log-probs--> check --> generate, score
 
@@ -96,7 +96,7 @@ class ServiceRollout:
             raise WeightSyncError(
                 f"the service's new sampler {sessions[0]} answers like the one before: version {version} changed the "
                 f"trainer's log-probs of a sequence by {moved:.3g} per token, and the sampler's by "
-                f"{float((new - old).abs().mean()):.3g}. It serves old weights; actor.backend.check_snapshot=false "
+                f"{float((new - old).abs().mean()):.3g}. It serves old weights; runtime.backend.check_snapshot=false "
                 "trains on"
             )
 

@@ -1,4 +1,4 @@
-"""Settings of the engine: `actor.backend: {name: tinker_api, url: "http://127.0.0.1:8123"}`. Does not import torch."""
+"""Settings: `runtime.backend: {name: tinker, url: "http://127.0.0.1:8123"}`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
+from hone.runtime.settings import ServiceRuntime
 
 
 class Prices(Config):
@@ -16,12 +17,9 @@ class Prices(Config):
     train: float = setting(0.0, "for a million tokens of forward and backward, and of forward alone", ge=0)
 
 
-class ServiceSettings(BackendSettings):
+class ServiceKeys(Config):
     """A service that trains and samples; its key is in the environment variable TINKER_API_KEY."""
 
-    computes_here: ClassVar[bool] = False
-
-    name: str = "tinker_api"
     url: str = setting("", "address of the service; empty: that in the environment variable TINKER_BASE_URL")
     base_model: str = setting("", "the service's name of the base model; empty: model.path")
     timeout_s: float = setting(600.0, "longest wait for one result, with all retries", unit="s", gt=0)
@@ -29,3 +27,17 @@ class ServiceSettings(BackendSettings):
     prices: Prices | None = setting(
         None, "prices of the service, for the metric perf/remote_cost; null: tokens are counted only"
     )
+
+
+class ServiceRuntimeSettings(ServiceKeys, ServiceRuntime):
+    """The service that holds the policy and answers."""
+
+    name: str = "tinker"
+
+
+class ServiceSettings(ServiceKeys, BackendSettings):
+    """The engine of the policy, with the runtime's settings; or of a teacher that a service holds."""
+
+    computes_here: ClassVar[bool] = False
+
+    name: str = "tinker"

@@ -40,10 +40,11 @@ def run_file(tmp_path, base):
 
     def write(name, url="", **changes):
         actor = {"compute_dtype": "float32", "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}
-        if url:
-            actor["backend"] = {"name": "tinker_api", "url": url, "base_model": "tiny"}
-        rollout = {"sampling": {"max_response_tokens": 3}, **({"backend": "tinker_api"} if url else {})}
+        rollout = {"sampling": {"max_response_tokens": 3}}
         sections = {"model": {"path": str(base)}, "actor": actor, "rollout": rollout, **changes}
+        if url:
+            service = {"name": "tinker", "url": url, "base_model": "tiny"}
+            sections["runtime"] = {"threads": 1, "backend": service | sections.pop("service", {})}
         return recipe(tmp_path / name, sections)
 
     return write

@@ -76,10 +76,11 @@ def between(monkeypatch):
 def trained(server, base, tmp_path_factory):
     """The folder of a run of one step on the service, as settings and a checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    backend = {"name": "tinker_api", "url": server.url, "base_model": "tiny"}
-    actor = {"compute_dtype": "float32", "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}, "backend": backend}
-    rollout = {"sampling": {"max_response_tokens": 3}, "backend": "tinker_api"}
+    backend = {"name": "tinker", "url": server.url, "base_model": "tiny"}
+    actor = {"compute_dtype": "float32", "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}
+    rollout = {"sampling": {"max_response_tokens": 3}}
     sections = {"model": {"path": str(base)}, "actor": actor, "rollout": rollout, "run": {"steps": 1}}
+    sections["runtime"] = {"threads": 1, "backend": backend}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_API_KEY", server.key)
         return train(recipe(folder, sections))
@@ -89,7 +90,7 @@ def refusal(trained, url, output, capsys, timeout_s=1.0):
     """The line that `hone export` prints when the run's service is at `url`."""
     path = trained / "config.yaml"
     settings = yaml.safe_load(path.read_text())
-    settings["actor"]["backend"] |= {"url": url, "timeout_s": timeout_s}
+    settings["runtime"]["backend"] |= {"url": url, "timeout_s": timeout_s}
     path.write_text(yaml.safe_dump(settings))
     capsys.readouterr()
     code = main(["export", str(trained), str(output)])
@@ -105,12 +106,12 @@ JSON, HTML = "application/json", "text/html"
     ("answers", "said"),
     [
         ((401, JSON, b'{"error": "no such key"}'), "status 401: no such key; is TINKER_API_KEY a key of this service?"),
-        ((404, HTML, b"<p>not here</p>"), "status 404: <p>not here</p>; is actor.backend.url the address"),
+        ((404, HTML, b"<p>not here</p>"), "status 404: <p>not here</p>; is runtime.backend.url the address"),
         ((429, JSON, b'{"error": "busy"}'), "status 429: busy, for 1"),
         ((503, JSON, b"upstream connect error"), "status 503: upstream connect error, for 1"),
         ((200, JSON, b'{"session'), "answered with broken JSON: '{\"session', for 1"),
-        ((200, JSON, b"[]"), "without session_id; is actor.backend.url the address"),
-        ((200, HTML, b"hello"), "without session_id; is actor.backend.url the address"),
+        ((200, JSON, b"[]"), "without session_id; is runtime.backend.url the address"),
+        ((200, HTML, b"hello"), "without session_id; is runtime.backend.url the address"),
         ((200, JSON, b'{"session_id": "s"}'), "answered {'session_id': 's'}, without request_id"),
     ],
 )
@@ -136,7 +137,7 @@ def test_a_wrong_key_a_service_that_is_not_there_and_one_that_lost_the_checkpoin
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8123", "http://127.0.0.1:99999", "http://[::1", "http://"])
 def test_an_address_that_is_none_is_named(url, key):
-    with pytest.raises(connection.ConfigError, match=r"actor\.backend\.url should be the address of a service"):
+    with pytest.raises(connection.ConfigError, match=r"runtime\.backend\.url should be the address of a service"):
         connection.connect(url, 1.0)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hone.algorithms.objective import PolicyObjective, SftObjective
 from hone.algorithms.settings import AlgorithmConfig
+from hone.cli.main import main
 from hone.config import ConfigError, build
 from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig
@@ -112,15 +113,28 @@ def test_a_loss_of_more_than_log_probs_is_refused():
     ],
 )
 def test_settings_without_a_place_in_the_protocol_are_refused(settings, temperature, said):
-    config = build(EngineConfig, {"backend": {"name": "tinker_api"}, **settings}, "actor")
+    config = build(EngineConfig, {"backend": {"name": "tinker"}, **settings}, "actor")
     with pytest.raises(ValueError, match=said):
         ServiceEngine(TrainSpec(ModelConfig(path="x"), config, temperature=temperature, total_steps=1), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("actor.backend=tinker",), "remove actor.backend and set runtime.backend=tinker"),
+        (("runtime.backend=tinker", "actor.backend=fsdp2"), "actor.backend = fsdp2, but the service of"),
+        (("runtime.backend=tinker", "rollout.backend=vllm"), "rollout.backend = vllm, but the service of"),
+    ],
+)
+def test_the_policy_is_where_the_runtime_says(run_file, capsys, settings, said):
+    assert main(["config", str(run_file("clash")), *settings]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_address_and_a_key_are_asked_for(monkeypatch):
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"actor\.backend\.url should be the address of a service"):
+    with pytest.raises(ConfigError, match=r"runtime\.backend\.url should be the address of a service"):
         connection.connect("", 1.0)
     with pytest.raises(ConfigError, match="export TINKER_API_KEY=tml-"):
         connection.connect("http://127.0.0.1:1", 1.0)
@@ -134,7 +148,7 @@ def test_a_service_that_is_not_there_is_an_error_in_time(monkeypatch):
 
 def made(server, base):
     """An engine with an adapter on the service."""
-    backend = {"name": "tinker_api", "url": server.url, "base_model": "tiny"}
+    backend = {"name": "tinker", "url": server.url, "base_model": "tiny"}
     settings = {"backend": backend, "lora": {"rank": 4}, "optimizer": {"lr": 0.05}}
     spec = TrainSpec(ModelConfig(path=str(base)), build(EngineConfig, settings, "actor"), total_steps=9)
     engine = ServiceEngine(spec, "cpu")
@@ -228,7 +242,7 @@ CLASSES = {
     "create_session": types.CreateSessionRequest, "save_weights": types.SaveWeightsRequest,
     "save_weights_for_sampler": types.SaveWeightsForSamplerRequest, "load_weights": types.LoadWeightsRequest,
     "save_weights_external": types.SaveWeightsExternalRequest, "retrieve_future": types.FutureRetrieveRequest,
-    "create_sampling_session": types.CreateSamplingSessionRequest,
+    "create_sampling_session": types.CreateSamplingSessionRequest, "session_heartbeat": SessionHeartbeatRequest,
 }
 seen = set()
 for path, body in json.load(sys.stdin):

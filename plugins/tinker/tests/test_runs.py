@@ -73,7 +73,7 @@ def test_answers_that_a_service_samples_while_it_trains_are_those_of_a_server_be
     rollout = {"sampling": {"max_response_tokens": 3}}
     beside = {**rollout, "builtin": {"process": "separate"}}
     here = train(run_file("here", **AHEAD, rollout=beside))
-    there = train(run_file("there", server.url, **AHEAD, rollout={**rollout, "backend": "tinker_api"}))
+    there = train(run_file("there", server.url, **AHEAD, rollout=rollout))
     wanted, found = ([*read_journal(run / JOURNAL)] for run in (here, there))
     for one in (*wanted, *found):
         del one["batch"]  # digest: log-probs differ by rounding
@@ -110,9 +110,7 @@ def test_a_run_on_a_service_continues_from_its_checkpoint(run_file, server, key)
 
 def test_the_adapter_comes_back_and_tokens_are_counted(run_file, server, key, base):
     prices = {"prefill": 1.0, "sample": 2.0, "train": 3.0}
-    backend = {"name": "tinker_api", "url": server.url, "base_model": "tiny", "prices": prices}
-    actor = {"compute_dtype": "float32", "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}, "backend": backend}
-    run = train(run_file("priced", server.url, actor=actor, run={"steps": 2}))
+    run = train(run_file("priced", server.url, service={"prices": prices}, run={"steps": 2}))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
     assert adapted.peft_config["default"].r == 4
     assert any(bool(one.any()) for name, one in adapted.named_parameters() if "lora_B" in name)
@@ -156,12 +154,12 @@ def test_commands_on_a_run_of_a_service_work_or_say_what_to_type(run_file, serve
         ("chat", run): merge,
         ("eval", run): merge,
         ("eval", path): "add --model FOLDER",
-        ("plan", path, "--calibrate"): "add actor.backend=fsdp2 rollout.backend=builtin",
+        ("plan", path, "--calibrate"): "add runtime.backend=local",
         ("rollout", "serve", path, "127.0.0.1:0"): "no server to start",
     }.items():
         code, text = said(*refused)
         assert (code, text.count("\n"), instead in text) == (2, 1, True), text
-    assert said("plan", path, "actor.backend=fsdp2", "rollout.backend=builtin")[0] == 0
+    assert said("plan", path, "runtime.backend=local")[0] == 0
     assert said("check", path, "--baseline", "--prompts", 2)[0] == 0
     code, text = said("doctor", path)
     assert code == 0
@@ -218,7 +216,7 @@ def test_distillation_from_likely_tokens_on_a_service_has_the_figures_of_one_pro
         "distillation": {"teachers": {"other": judge}, "loss": loss, "task_coef": 0.5},
     }
     here = figures(train(run_file("here", **changes), command="distill"))
-    named = f"{{name: tinker_api, url: '{server.url}', base_model: tiny}}"  # as docs/tinker_client.md has it
+    named = f"{{name: tinker, url: '{server.url}', base_model: tiny}}"  # as docs/tinker_client.md has it
     there = figures(
         train(
             run_file("there", server.url, **changes),
