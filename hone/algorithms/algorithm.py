@@ -20,17 +20,14 @@ from hone.algorithms.advantages import Advantages, token_rewards
 from hone.algorithms.aggregation import StepCounts, loss_weights, step_counts
 from hone.algorithms.correction import IS_WEIGHTS, accepted, importance_weights, mismatch, normalized
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD, GroupFilter
-from hone.algorithms.filtering.overlong import OVERLONG
 from hone.algorithms.filtering.resampling import resample
 from hone.algorithms.kl import adapt_coef, kl_penalty
 from hone.algorithms.objective import FULL_KL, POSITIVE, SELECTED, PolicyObjective, ValueObjective
 from hone.algorithms.segments import in_dtype_of, loss_token_counts, masked_mean, sequence_mean, spread
 from hone.algorithms.settings import (
-    AdvantageSettings,
     AggregationSettings,
     AlgorithmConfig,
     GaeSettings,
-    GdpoSettings,
 )
 from hone.config import Config
 from hone.registry import resolve
@@ -54,7 +51,7 @@ class Algorithm:
     ) -> None:
         if steps_per_batch < 1:
             raise ValueError(f"steps_per_batch should be at least 1, found {steps_per_batch}")
-        check_reward_shaping(config)
+        config.check_reward_shaping()
         self.name = config.preset or f"{config.advantage.name} + {config.loss.name}"
         self.groups = GroupFilter(config, max_response_tokens)
         self._estimator: Callable[[Batch, Any], Advantages] = ADVANTAGES.get(config.advantage.name)
@@ -277,31 +274,6 @@ class Algorithm:
         old, rollout = _field(batch.old_logprobs, "old_logprobs"), _field(batch.rollout_logprobs, "rollout_logprobs")
         kept = accepted(old, rollout, batch.loss_mask, batch.cu_seqlens, self._rejections, batch.advantages)
         return REJECTED.on(batch, batch.loss_mask & ~kept).with_(loss_mask=kept)
-
-
-def check_reward_shaping(config: AlgorithmConfig) -> None:
-    """Raise ValueError if a setting adds to a reward that the estimator does not read, or cannot take."""
-    advantage = config.advantage
-    if config.penalty.coef > 0 and config.penalty.where == "in_reward":
-        check_takes_token_rewards(advantage, "kl.where: in_reward")
-    if config.overlong is None or not config.overlong.punishes:
-        return
-    if not advantage.any_rewards:
-        raise ValueError(f"overlong: advantage {advantage.name} is for rewards of 0 and 1, and a penalty is neither")
-    if isinstance(advantage, GdpoSettings) and OVERLONG not in advantage.weights:
-        raise ValueError(
-            f"overlong: advantage gdpo reads only the components that it weighs; add {OVERLONG!r} to weights"
-        )
-
-
-def check_takes_token_rewards(advantage: AdvantageSettings, what: str) -> None:
-    """Raise ValueError if the estimator does not read rewards that were put on tokens."""
-    if not advantage.any_rewards:
-        raise ValueError(f"{what}: advantage {advantage.name} is for rewards of 0 and 1; use in_loss")
-    if not advantage.token_rewards:
-        raise ValueError(
-            f"{what}: advantage {advantage.name} reads reward components, not rewards on tokens; use in_loss"
-        )
 
 
 def _resolved(config: AlgorithmConfig) -> AggregationSettings:

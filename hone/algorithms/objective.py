@@ -59,6 +59,8 @@ class PolicyObjective:
         self._kl_kind: KlKind = kl.kind if kl else "k3"
         full = {FULL_KL} if self._kl_kind == "full" else set()
         self.needs: frozenset[str] = frozenset({"entropy"} | full)
+        others = self._kl_coef or self._entropy_coef or self._nll_coef  # they have a gradient of their own
+        self.zero_without_advantage = settings.loss.zero_without_advantage and not others
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         """Compute the loss. Raises ValueError if batch or output lack a field that the settings need."""

@@ -13,7 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import SerializeAsAny, model_validator
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
-from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings, ResampleSettings
+from hone.algorithms.filtering.settings import (
+    OVERLONG,
+    DynamicSamplingSettings,
+    OverlongSettings,
+    ResampleSettings,
+)
 from hone.algorithms.presets import PRESETS
 from hone.composition import PRESET, Layer
 from hone.config import Choice, Config, ConfigError, FromRegistry, setting
@@ -46,6 +51,15 @@ class AdvantageSettings(Choice):
     def spans_groups(self) -> bool:
         """Return whether these settings make advantages depend on other groups of the step."""
         return not self.own_group
+
+    def check_takes_token_rewards(self, what: str) -> None:
+        """Raise ValueError if the estimator does not read rewards that were put on tokens."""
+        if not self.any_rewards:
+            raise ValueError(f"{what}: advantage {self.name} is for rewards of 0 and 1; use in_loss")
+        if not self.token_rewards:
+            raise ValueError(
+                f"{what}: advantage {self.name} reads reward components, not rewards on tokens; use in_loss"
+            )
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -211,6 +225,8 @@ class PolicyLossSettings(Choice):
     """The aggregation mode if the run file sets none."""
     selection: ClassVar[str] = ""
     """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
+    zero_without_advantage: ClassVar[bool] = False
+    """True if a sequence whose advantages are all 0 has a gradient of exactly 0, whatever the ratio."""
     has_ratio: ClassVar[bool] = True
     """True if the loss compares the policy with the older one that sampled a token."""
     required_fields: ClassVar[frozenset[str]] = frozenset()
@@ -228,6 +244,7 @@ class PpoSettings(ClipSettings):
     """Clipped ratio."""
 
     name: str = "ppo"
+    zero_without_advantage = True
     dual_clip: float | None = setting(None, "bound of the loss at negative advantages, in units of |A|", gt=1)
 
 
@@ -235,6 +252,7 @@ class ReinforceSettings(PolicyLossSettings):
     """Plain policy gradient."""
 
     name: str = "reinforce"
+    zero_without_advantage = True
     has_ratio = False
 
 
@@ -242,6 +260,7 @@ class GspoSettings(PolicyLossSettings):
     """Clipped ratio of the whole sequence (geometric mean over its tokens)."""
 
     name: str = "gspo"
+    zero_without_advantage = True
     own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(3e-4, "how far the sequence ratio may fall below 1", ge=0, le=1)
     clip_high: float = setting(4e-4, "how far the sequence ratio may rise above 1", ge=0)
@@ -251,6 +270,7 @@ class CispoSettings(PolicyLossSettings):
     """Policy gradient weighted with a clipped, detached ratio."""
 
     name: str = "cispo"
+    zero_without_advantage = True
     clip_low: float = setting(1.0, "how far the weight may fall below 1 (1: no lower bound)", ge=0, le=1)
     clip_high: float = setting(4.0, "how far the weight may rise above 1", ge=0)
 
@@ -265,6 +285,7 @@ class SapoSettings(PolicyLossSettings):
     """Soft gate instead of a clip."""
 
     name: str = "sapo"
+    zero_without_advantage = True
     tau_positive: float = setting(1.0, "steepness of the gate where the advantage is positive", gt=0)
     tau_negative: float = setting(1.05, "steepness of the gate elsewhere", gt=0)
 
@@ -273,6 +294,7 @@ class DppoTvSettings(PolicyLossSettings):
     """Tokens whose probability moved too far get no loss."""
 
     name: str = "dppo_tv"
+    zero_without_advantage = True
     clip_low: float = setting(0.2, "how far a token's probability may fall", ge=0, le=1)
     clip_high: float = setting(0.2, "how far a token's probability may rise", ge=0, le=1)
     truncate: float = setting(20.0, "upper bound of the detached ratio", gt=0)
@@ -282,6 +304,7 @@ class DppoKlSettings(PolicyLossSettings):
     """Tokens whose Bernoulli KL is too large get no loss."""
 
     name: str = "dppo_kl"
+    zero_without_advantage = True
     threshold: float = setting(0.05, "largest Bernoulli KL of a token", unit="nats", ge=0)
     truncate: float = setting(20.0, "upper bound of the detached ratio", gt=0)
 
@@ -290,6 +313,7 @@ class GmpoSettings(PolicyLossSettings):
     """Geometric mean of clamped ratios."""
 
     name: str = "gmpo"
+    zero_without_advantage = True
     own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(0.4, "how far the log-ratio may fall below 0", unit="nats", ge=0)
     clip_high: float = setting(0.4, "how far the log-ratio may rise above 0", unit="nats", ge=0)
@@ -299,6 +323,7 @@ class ClipCovSettings(ClipSettings):
     """PPO without the loss of a few tokens that would cost the most entropy."""
 
     name: str = "clip_cov"
+    zero_without_advantage = True
     selection = "hone.algorithms.selection:random_by_covariance"
     share: float = setting(2e-4, "share of the mini-batch's tokens that get no loss", gt=0, le=1)
     cov_low: float = setting(1.0, "smallest covariance of a token that may be picked")
@@ -342,11 +367,16 @@ class TopEntropySettings(PolicyLossSettings):
     def own_aggregation(self) -> Mode:  # type: ignore[override]
         return self.loss.own_aggregation
 
+    @property
+    def zero_without_advantage(self) -> bool:  # type: ignore[override]
+        return self.loss.zero_without_advantage
+
 
 class GpgSettings(PolicyLossSettings):
     """Plain policy gradient without importance weights."""
 
     name: str = "gpg"
+    zero_without_advantage = True
     has_ratio = False
 
 
@@ -505,6 +535,22 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 "update.samples_per_prompt = 1: algorithm.dynamic_sampling drops every group without variance, and a "
                 "single answer has none; set it to 2 or more, or algorithm.dynamic_sampling=null"
+            )
+
+    def check_reward_shaping(self) -> None:
+        """Raise ValueError if a setting adds to a reward that the estimator does not read, or cannot take."""
+        advantage = self.advantage
+        if self.penalty.coef > 0 and self.penalty.where == "in_reward":
+            advantage.check_takes_token_rewards("kl.where: in_reward")
+        if self.overlong is None or not self.overlong.punishes:
+            return
+        if not advantage.any_rewards:
+            raise ValueError(
+                f"overlong: advantage {advantage.name} is for rewards of 0 and 1, and a penalty is neither"
+            )
+        if isinstance(advantage, GdpoSettings) and OVERLONG not in advantage.weights:
+            raise ValueError(
+                f"overlong: advantage gdpo reads only the components that it weighs; add {OVERLONG!r} to weights"
             )
 
     @classmethod

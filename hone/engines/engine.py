@@ -120,8 +120,9 @@ class Engine(ABC):
         Returns the loss's metrics (means over the tokens with a loss) and `train/loss` (the sum). Raises ValueError
         for a sequence that is longer than the micro-batch budget.
         """
-        cut = _cut_for_training(batch, self._packing, loss)
         step, experts = ScoredStep(loss, self.experts), self.experts
+        splits = step.zero_without_advantage and experts is None and not self._drops
+        cut, still = _cut_for_training(batch, self._packing, loss, splits)
         if experts is not None:
             experts.expect(batch, self.ranks, self.device)
         with self.train_mode():
@@ -129,6 +130,9 @@ class Engine(ABC):
                 self._infer(batch, cut, frozenset({LOADS}))
                 experts.begin(self.ranks, self.device)
             self._train(batch, cut, step)
+            if splits:  # every rank alike, because of the collectives
+                for indices, output in zip(still, self._infer(batch, still, step.needs), strict=False):
+                    step.total(output, on_device(select(batch, indices), self.device))
             of_experts = experts.end(self.ranks, self.device) if experts is not None else {}
         return step.metrics() | of_experts
 
@@ -309,18 +313,35 @@ def _budget(batch: Batch, packing: tuple[int, int]) -> int:
     return min(max(packing[0], largest), packing[1])
 
 
-def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn) -> list[list[int]]:
+def _cut_for_training(
+    batch: Batch, packing: tuple[int, int], loss: LossFn, splits: bool
+) -> tuple[list[list[int]], list[list[int]]]:
     """Cut a training batch into index lists within the token budget; without those that have no loss.
 
+    With `splits`, sequences whose advantages are all 0 are cut apart, as the second list: they have no gradient. One
+    stays in the first if there is no other, because a step with a gradient of 0 still moves the optimizer's moments.
     Raises ValueError for a sequence that is too long, and for a batch without loss weights.
     """
     if batch.loss_weights is None:
         raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
-    whole = getattr(loss, "whole_groups", False)
-    cut = cut_batch(batch, _budget(batch, packing), whole)
-    tokens_before = torch.nn.functional.pad(batch.loss_mask.cumsum(0), (1, 0))[batch.cu_seqlens]
-    trained = (tokens_before[1:] > tokens_before[:-1]).tolist()
-    return [indices for indices in cut if any(trained[i] for i in indices)]
+    budget, whole = _budget(batch, packing), getattr(loss, "whole_groups", False)
+    trained = _sequences_with(batch.loss_mask, batch)
+    moving = _sequences_with(batch.loss_mask & (batch.advantages != 0), batch) if splits else trained
+    still = trained - moving
+    if still and not moving:
+        still -= (moving := {min(still)})
+    if not still:
+        return [indices for indices in cut_batch(batch, budget, whole) if not trained.isdisjoint(indices)], []
+    parts = [sorted(moving), sorted(still)]
+    cuts = [cut_batch(select(batch, part), budget, whole) for part in parts]
+    moved, stood = [[[part[i] for i in one] for one in cut] for part, cut in zip(parts, cuts, strict=True)]
+    return moved, stood
+
+
+def _sequences_with(tokens: Tensor, batch: Batch) -> set[int]:
+    """The numbers of the sequences that have one of these tokens, [T] bool."""
+    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))[batch.cu_seqlens]
+    return set((before[1:] > before[:-1]).nonzero().flatten().tolist())
 
 
 class ScoredStep:
@@ -332,6 +353,7 @@ class ScoredStep:
         self._rows: list[dict[str, Tensor]] = []
         self.needs: frozenset[Need] = getattr(loss, "needs", frozenset())
         """What the loss needs of the forward beyond log-probs or values."""
+        self.zero_without_advantage: bool = getattr(loss, "zero_without_advantage", False)
         if experts is not None:
             self.needs |= experts.needs
 

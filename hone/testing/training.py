@@ -51,7 +51,10 @@ def save_model(build: BuildConfig, folder: Path) -> Path:
 
 
 def make_batch(seed: int) -> Batch:
-    """Seven sequences with a pad token in each; with an odd seed some are answers to one prompt."""
+    """Seven sequences with a pad token in each; with an odd seed some are answers to one prompt.
+
+    The answers to the first prompt have no advantage then.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(3, 104, (length,), generator=generator).tolist() for length in LENGTHS]
     groups = GROUPS if seed % 2 else tuple(range(len(LENGTHS)))
@@ -61,24 +64,35 @@ def make_batch(seed: int) -> Batch:
         for group, row in zip(groups, tokens, strict=True)
     ]
     batch = pack_samples(samples)
+    advantages = torch.randn(batch.num_tokens, generator=generator)
+    if seed % 2:
+        advantages[: sum(LENGTHS[: groups.count(0)])] = 0
     return batch.with_(
         group_index=torch.tensor(list(groups)),
         loss_weights=torch.full((batch.num_tokens,), 1 / int(batch.loss_mask.sum())),
-        advantages=torch.randn(batch.num_tokens, generator=generator),
+        advantages=advantages,
     )
 
 
-def policy(output: ModelOutput, batch: Batch) -> LossOutput:
-    """A clipped ratio to log-probs of another policy, and an entropy bonus."""
+def clipped(output: ModelOutput, batch: Batch) -> LossOutput:
+    """A clipped ratio to log-probs of another policy."""
     assert output.logprobs is not None
     assert output.entropy is not None
     assert batch.advantages is not None
     ratio = (output.logprobs - output.logprobs.detach() * 1.01).exp()
-    clipped = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
-    return LossOutput(clipped - 0.01 * output.entropy, {"train/entropy": output.entropy.detach()})
+    values = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
+    return LossOutput(values, {"train/entropy": output.entropy.detach()})
 
 
-policy.needs = frozenset({"entropy"})  # type: ignore[attr-defined]
+def policy(output: ModelOutput, batch: Batch) -> LossOutput:
+    """A clipped ratio and an entropy bonus, which answers without advantage have too."""
+    found = clipped(output, batch)
+    assert output.entropy is not None
+    return LossOutput(found.values - 0.01 * output.entropy, found.metrics)
+
+
+clipped.needs = policy.needs = frozenset({"entropy"})  # type: ignore[attr-defined]
+clipped.zero_without_advantage = True  # type: ignore[attr-defined]
 
 
 def values(output: ModelOutput, batch: Batch) -> LossOutput:
@@ -105,12 +119,14 @@ def own_part(engine: BaseEngine, batch: Batch) -> list[int]:
 def train(engine: BaseEngine, steps: Iterable[int] = range(2)) -> list[list[float]]:
     """Loss and gradient norm of some steps; losses as this rank's part of a sum.
 
-    The second step has an optimizer's state already.
+    The second step has an optimizer's state already, and a policy has answers without a backward in it.
     """
-    loss, first = LOSSES[engine.model_type], engine.ranks.is_output_rank
+    first = engine.ranks.is_output_rank
     found = []
     for seed in steps:
-        batch = make_batch(seed)
+        batch, loss = make_batch(seed), LOSSES[engine.model_type]
+        if seed % 2 and loss is policy:
+            loss = clipped
         metrics = engine.train_batch(select(batch, own_part(engine, batch)), loss)
         found.append([metrics["train/loss"].value if first else 0.0, metrics["train/grad_norm"].value])
     return found

@@ -207,6 +207,13 @@ ALL = [
 ]
 
 
+@pytest.mark.parametrize("settings", [*ALL, TopEntropySettings(loss=DroSettings())], ids=lambda one: one.name)
+def test_settings_say_whether_the_gradient_is_zero_without_advantage(settings):
+    selected = torch.ones(3, dtype=torch.bool)
+    _, gradient, _ = evaluate(settings, [1.5, 0.5, 4.0], [0.0, 0.0, 0.0], selected=selected)
+    assert bool((gradient == 0).all()) == settings.zero_without_advantage
+
+
 def test_top_entropy_is_another_loss_on_the_picked_tokens(close):
     settings = TopEntropySettings(loss=ReinforceSettings())
     picked = torch.tensor([True, False, True])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.settings import AlgorithmConfig
 from hone.data.packing import balanced, select, sequence_costs
 from hone.engines.checkpoint.files import MODEL, OPTIMIZER, PartsReader, load_json
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, Sizes
@@ -220,6 +222,9 @@ def odd_batches(folder):
         batch if engine.ranks.data_parallel_rank == 0 else batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
     )
     moved = engine.train_batch(nothing, likelihood)
+    engine.train_batch(
+        half_without_advantage(batch, engine.ranks.data_parallel_rank), PolicyObjective(AlgorithmConfig())
+    )
     engine.save_checkpoint(Path(folder))
     return {
         "loss": narrow["losses"][0],
@@ -230,6 +235,11 @@ def odd_batches(folder):
         "moved loss": moved["train/loss"].value,
         **dict(engine.get_per_tensor_param()[0]),
     }
+
+
+def half_without_advantage(batch, rank):
+    """The batch of a rank; the second rank's answers have no advantage, so it only joins the first one's backward."""
+    return batch if rank == 0 else batch.with_(advantages=torch.zeros_like(batch.advantages))
 
 
 @pytest.mark.slow
@@ -247,6 +257,10 @@ def test_odd_batches_and_narrow_precision(tmp_path):
     engine.train_batch(batch.with_(loss_weights=batch.loss_weights * float("nan")), likelihood)
     moved = engine.train_batch(select(batch, balanced(sequence_costs(batch), 2)[0]), likelihood)
     assert first["norm"] == second["norm"] == pytest.approx(moved["train/grad_norm"].value, rel=1e-5)
+    parts = balanced(sequence_costs(batch), 2)
+    zero = torch.isin(torch.repeat_interleave(batch.lengths), torch.tensor(parts[1]))
+    answers = batch.with_(advantages=torch.where(zero, 0, batch.advantages))
+    engine.train_batch(answers, PolicyObjective(AlgorithmConfig()))
     loaded = make_engine(Case())
     loaded.load_checkpoint(tmp_path)  # with the optimizer's state of every part of every weight
     weights = dict(loaded.get_per_tensor_param()[0])

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hone.algorithms.filtering.history import PromptHistory, without_variance
-from hone.algorithms.filtering.overlong import OVERLONG, check_buffer, punish_overlong
-from hone.algorithms.filtering.settings import DynamicSamplingSettings
+from hone.algorithms.filtering.overlong import check_buffer, punish_overlong
+from hone.algorithms.filtering.settings import OVERLONG, DynamicSamplingSettings
 from hone.algorithms.settings import AlgorithmConfig
 from hone.registry import unknown
 from hone.types import Metrics, Status, Trajectory, TrajectoryGroup

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hone.algorithms.filtering.settings import OverlongSettings
+from hone.algorithms.filtering.settings import OVERLONG, OverlongSettings
 from hone.types import Trajectory, TrajectoryGroup
-
-OVERLONG = "overlong_penalty"  # of Trajectory.components
 
 
 def overlong_penalty(tokens: int, max_response_tokens: int, settings: OverlongSettings) -> float:

@@ -8,6 +8,8 @@ from pydantic import model_validator
 
 from hone.config import Config, setting
 
+OVERLONG = "overlong_penalty"  # of Trajectory.components
+
 
 class OverlongSettings(Config):
     """DAPO's treatment of answers that come near the length limit, or reach it (arXiv 2503.14476)."""

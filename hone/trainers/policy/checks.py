@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from hone.algorithms import ADVANTAGES
-from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
+from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.distillation.losses import Distillation
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD
-from hone.algorithms.filtering.overlong import OVERLONG
+from hone.algorithms.filtering.settings import OVERLONG
 from hone.algorithms.objective import FULL_KL
 from hone.algorithms.settings import SftSettings
 from hone.config import ConfigError
@@ -276,7 +276,7 @@ def _check_teachers(config: PolicyRunConfig) -> None:
     if config.distillation is None or config.distillation.where != "in_reward":
         return
     try:
-        check_takes_token_rewards(config.algorithm.advantage, "distillation.where: in_reward")
+        config.algorithm.advantage.check_takes_token_rewards("distillation.where: in_reward")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -189,6 +189,8 @@ class MegatronEngine(OffloadingEngine):
             return self._output(hidden, extras, row, part, frozenset() if part is idle else needs)
 
         micro_batches, idle = self._micro_batches(batch, cut)
+        if not micro_batches:  # of no rank: Megatron's schedules want one at least
+            return []
         outputs = self._pipeline.run(micro_batches, forward, output, backward=False)[: len(cut)]
         return self._routed.joined(micro_batches[: len(cut)], outputs) if ROUTES in needs and cut else outputs
 
