@@ -64,9 +64,8 @@ class Engine(ABC):
             raise ValueError(f"temperature={spec.temperature} should be positive: greedy samples have no log-probs")
         if config.lora is not None and config.lora.quantise is not None and config.compute_dtype == "float64":
             raise ValueError(f"{config.lora.key_of('quantise')} needs compute_dtype bfloat16 or float32, not float64")
-        self.model_type = spec.model_type
+        self.spec, self.model_type = spec, spec.model_type
         self.device, self.ranks = device, ranks
-        self.spec = spec
         self._packing = spec.engine.packed_tokens(0, device), spec.engine.token_limit
         self.compute_dtype = compute_dtype(config.compute_dtype, current_platform())
         self.compute = DTYPES[self.compute_dtype]
@@ -121,8 +120,7 @@ class Engine(ABC):
         for a sequence that is longer than the micro-batch budget.
         """
         step, experts = ScoredStep(loss, self.experts), self.experts
-        splits = step.zero_without_advantage and experts is None and not self._drops
-        cut, still = _cut_for_training(batch, self._packing, loss, splits)
+        cut, still = _cut_for_training(batch, self._packing, loss, step.splits and not self._drops)
         if experts is not None:
             experts.expect(batch, self.ranks, self.device)
         with self.train_mode():
@@ -130,9 +128,8 @@ class Engine(ABC):
                 self._infer(batch, cut, frozenset({LOADS}))
                 experts.begin(self.ranks, self.device)
             self._train(batch, cut, step)
-            if splits:  # every rank alike, because of the collectives
-                for indices, output in zip(still, self._infer(batch, still, step.needs), strict=False):
-                    step.total(output, on_device(select(batch, indices), self.device))
+            if still is not None:  # on every rank alike, because of the collectives
+                step.add_still(self._infer(batch, still, step.needs), batch, still, self.device)
             of_experts = experts.end(self.ranks, self.device) if experts is not None else {}
         return step.metrics() | of_experts
 
@@ -287,8 +284,9 @@ class Engine(ABC):
 
     def export_hf(self, folder: Path) -> None:
         """Weights in compute_dtype, an adapter merged in; config and tokenizer."""
-        weights, _ = self.get_per_tensor_param(dtype=self.compute)
-        export_weights(self.model, weights, folder, writes=self.ranks.rank == 0)
+        export_weights(
+            self.model, self.get_per_tensor_param(dtype=self.compute)[0], folder, writes=self.ranks.rank == 0
+        )
         self._save_language(folder)
 
     def export_adapter(self, folder: Path) -> None:
@@ -315,10 +313,10 @@ def _budget(batch: Batch, packing: tuple[int, int]) -> int:
 
 def _cut_for_training(
     batch: Batch, packing: tuple[int, int], loss: LossFn, splits: bool
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> tuple[list[list[int]], list[list[int]] | None]:
     """Cut a training batch into index lists within the token budget; without those that have no loss.
 
-    With `splits`, sequences whose advantages are all 0 are cut apart, as the second list: they have no gradient. One
+    With `splits`, sequences whose advantages are all 0 are cut apart, into the second list: they have no gradient. One
     stays in the first if there is no other, because a step with a gradient of 0 still moves the optimizer's moments.
     Raises ValueError for a sequence that is too long, and for a batch without loss weights.
     """
@@ -327,15 +325,14 @@ def _cut_for_training(
     budget, whole = _budget(batch, packing), getattr(loss, "whole_groups", False)
     trained = _sequences_with(batch.loss_mask, batch)
     moving = _sequences_with(batch.loss_mask & (batch.advantages != 0), batch) if splits else trained
-    still = trained - moving
-    if still and not moving:
-        still -= (moving := {min(still)})
-    if not still:
-        return [indices for indices in cut_batch(batch, budget, whole) if not trained.isdisjoint(indices)], []
-    parts = [sorted(moving), sorted(still)]
+    if moving == trained:
+        cut = cut_batch(batch, budget, whole)
+        return [indices for indices in cut if not trained.isdisjoint(indices)], [] if splits else None
+    moving = moving or {min(trained)}
+    parts = sorted(moving), sorted(trained - moving)
     cuts = [cut_batch(select(batch, part), budget, whole) for part in parts]
-    moved, stood = [[[part[i] for i in one] for one in cut] for part, cut in zip(parts, cuts, strict=True)]
-    return moved, stood
+    with_backward, without = ([[part[i] for i in one] for one in cut] for part, cut in zip(parts, cuts, strict=True))
+    return with_backward, without
 
 
 def _sequences_with(tokens: Tensor, batch: Batch) -> set[int]:
@@ -353,7 +350,8 @@ class ScoredStep:
         self._rows: list[dict[str, Tensor]] = []
         self.needs: frozenset[Need] = getattr(loss, "needs", frozenset())
         """What the loss needs of the forward beyond log-probs or values."""
-        self.zero_without_advantage: bool = getattr(loss, "zero_without_advantage", False)
+        self.splits = experts is None and getattr(loss, "zero_without_advantage", False)
+        """Whether sequences without advantage need no backward; experts count their tokens there."""
         if experts is not None:
             self.needs |= experts.needs
 
@@ -372,6 +370,11 @@ class ScoredStep:
             row[name] = _entry(values.detach()[mask].max(), mask, largest=True)
         self._rows.append(row)
         return total
+
+    def add_still(self, outputs: list[ModelOutput], batch: Batch, cut: list[list[int]], device: str) -> None:
+        """Add to metrics the micro-batches that have no backward; a pipeline has their outputs on its last stage."""
+        for output, indices in zip(outputs, cut, strict=False):
+            self.total(output, on_device(select(batch, indices), device))
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         """Add to metrics the sums over tokens that another pipeline stage computed of the same micro-batches."""
