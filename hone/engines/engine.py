@@ -38,6 +38,7 @@ from hone.models.four_bit import plain_weights
 from hone.models.loading import DTYPES
 from hone.models.numerics.precision import in_dtype, wide_weights
 from hone.models.numerics.products import prepare
+from hone.models.value_head import SCORE
 from hone.models.vision.image_processor import save_language
 from hone.platforms.base import AUTO, compute_dtype, current_platform
 from hone.registry import resolve
@@ -284,15 +285,15 @@ class Engine(ABC):
 
     def export_hf(self, folder: Path) -> None:
         """Weights in compute_dtype, an adapter merged in; config and tokenizer."""
-        export_weights(
-            self.model, self.get_per_tensor_param(dtype=self.compute)[0], folder, writes=self.ranks.rank == 0
-        )
+        weights, _ = self.get_per_tensor_param(dtype=self.compute)
+        export_weights(self.model, weights, folder, writes=self.ranks.rank == 0)
         self._save_language(folder)
 
     def export_adapter(self, folder: Path) -> None:
         tensors, config = self.get_per_tensor_param(adapter_only=True)
-        head = self.weights.chosen(frozenset({"score.weight"}))
-        write_adapter(folder, config or {}, tensors, head, writes=self.ranks.rank == 0)
+        write_adapter(
+            folder, config or {}, tensors, self.weights.chosen(frozenset({SCORE})), writes=self.ranks.rank == 0
+        )
         self._save_language(folder)
 
     def _save_language(self, folder: Path) -> None:
