@@ -169,9 +169,8 @@ class Engine(ABC):
         if not self._drops:
             return nullcontext()
         self._drawn += 1
-        lora = self.spec.engine.lora
-        seed, step = 0 if lora is None else lora.seed, self.update.schedule.step_count
-        return seeded(self.device, seed, step, self._drawn, self.ranks.data_parallel_rank)
+        seed = 0 if (lora := self.spec.engine.lora) is None else lora.seed
+        return seeded(self.device, seed, self.update.schedule.step_count, self._drawn, self.ranks.data_parallel_rank)
 
     def optimizer_step(self) -> Metrics:
         self._drawn = 0
@@ -291,9 +290,8 @@ class Engine(ABC):
 
     def export_adapter(self, folder: Path) -> None:
         tensors, config = self.get_per_tensor_param(adapter_only=True)
-        write_adapter(
-            folder, config or {}, tensors, self.weights.chosen(frozenset({SCORE})), writes=self.ranks.rank == 0
-        )
+        head = self.weights.chosen(frozenset({SCORE}))
+        write_adapter(folder, config or {}, tensors, head, writes=self.ranks.rank == 0)
         self._save_language(folder)
 
     def _save_language(self, folder: Path) -> None:
