@@ -29,7 +29,7 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents and not tinker
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tiny test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-tinker .venv-tinker test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart quickstart-tiny test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-tinker .venv-tinker test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs test-docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a pretrained model with RL (93 MB, fetched once)"
@@ -49,6 +49,7 @@ help:
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
 	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipes of hone quickstart"
 	@echo "make docs         build the documentation into site/"
+	@echo "make test-docs    build it, and try it in a headless Chromium"
 	@echo "make bench        run the benchmarks, in a separate environment"
 	@echo "make gpu-kit      download what a GPU machine without network needs into .gpu-kit/ (20 MB)"
 	@echo "make install      install what quickstart needs"
@@ -124,6 +125,9 @@ wheel: $(VENV)/.base
 	rm -rf build
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
+
+test-docs: docs $(VENV)/.test
+	$(VENV)/bin/python -m pytest tests/docs/test_site_browser.py $(ARGS)
 
 docs: $(VENV)/.plugins $(DOCS_VENV)/.docs
 	$(VENV)/bin/python -m docs.write_reference

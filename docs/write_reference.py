@@ -93,7 +93,6 @@ def keys_pages(kind: str, found: Sequence[KeySection]) -> dict[str, str]:
         _key_table(top),
         "## Sections\n",
         table(["section", "content"], rows),
-        "```{toctree}\n:hidden:\n\n" + "\n".join(f"{name}-{part}" for part in by_top) + "\n```\n",
     ]
     return {f"{name}.md": "\n".join(parts)} | {
         f"{name}-{part}.md": _section_page(kind, part, inside) for part, inside in by_top.items()
@@ -101,7 +100,8 @@ def keys_pages(kind: str, found: Sequence[KeySection]) -> dict[str, str]:
 
 
 def _section_page(kind: str, top: str, found: Sequence[KeySection]) -> str:
-    parts = [f"# `{top}` of `kind: {kind}`\n"]
+    parts = [f"---\norphan: true\n---\n\n# `{top}` of `kind: {kind}`\n"]
+    parts.append(f"[All sections](keys-{kind.replace('_', '-')}.md) of such a run file.\n")
     for section in found:
         entry = section.chosen or section.within
         heading = f"`{section.path}` with `{entry}`" if entry else f"`{section.path}`"

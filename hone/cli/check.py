@@ -43,7 +43,7 @@ from hone.tracking.base import printable
 from hone.trainers.forecast.forecast import Given, checked_setup
 from hone.trainers.forecast.setup import placement_of
 from hone.trainers.forecast.sizes import POLICY, Sizes, measured_lengths
-from hone.trainers.policy.checks import check_room, check_settings
+from hone.trainers.policy.checks import check_room, check_settings, narrow_room
 from hone.trainers.policy.evaluate_model import baseline_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.run_model import FOLDER, local_model
@@ -114,12 +114,8 @@ def _prompts(config: PolicyRunConfig, renderer: Renderer, context: int) -> tuple
     if not prompts:
         return f"{rows}{more}: see data.train.max_prompt_tokens", ""
     lengths = [len(one.token_ids) for one in prompts]
-    asked, left = config.rollout.sampling.max_response_tokens, context - max(lengths)
-    if context and left < asked:
-        more += (
-            f"; the longest leaves {max(left, 0)} of an answer's {asked} tokens, as the model's context is {context}: "
-            "lower rollout.sampling.max_response_tokens or data.train.max_prompt_tokens"
-        )
+    narrow = narrow_room(config, context, max(lengths))
+    more += f"; {narrow}" if narrow else ""
     shown = renderer.decode(prompts[0].token_ids, keep_special=True)
     return f"{rows}; prompts of {min(lengths)} to {max(lengths)} tokens{more}", shown
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hone.cli.answer_file import AnswerFile, Count
 from hone.cli.eval_page import question, write_page
+from hone.cli.flags import Threads
 from hone.cli.grouping import grouped
 from hone.cli.recipe import load_recipe, run_file_of
 from hone.config import ConfigError
@@ -54,12 +55,14 @@ def eval(
     beside: Annotated[
         str, typer.Option(help="another model, such as the one before training: both answer greedily, and are compared")
     ] = "",
+    threads: Threads = 0,
 ) -> None:
     """Evaluate a model on the held-out sets of a run, or of a run file.
 
     The answers of --answers are written as they come, so a command that is killed leaves those it has.
     """
-    config = load_recipe(*run_file_of(recipe, overrides or [])).config
+    keys = [*(overrides or []), *([f"runtime.threads={threads}"] if threads else [])]
+    config = load_recipe(*run_file_of(recipe, keys)).config
     if not isinstance(config, PolicyRunConfig):
         raise ConfigError(
             f"{recipe} has kind: {config.kind}, which has no evaluation sets; give a run file of kind rl or distill"

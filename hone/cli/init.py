@@ -5,6 +5,7 @@ flags, or questions in a terminal --> run file --> settings, first row, reward a
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,15 +74,27 @@ def init(
         _hold_out(settings, flags.data)
     if kind in SAMPLES:
         settings["update"]["samples_per_prompt"] = SAMPLES[kind]
-        settings["rollout"] = {"sampling": {"max_response_tokens": RESPONSE_TOKENS}}
+        context = _context(Path(model))
+        longest = min(RESPONSE_TOKENS, max(context // 2, 1)) if context else RESPONSE_TOKENS
+        settings["rollout"] = {"sampling": {"max_response_tokens": longest}}
     loaded = load_run([Layer(FLAGS, settings)], str(target), kind)
     for fact in checked(loaded.config):
         say(fact)
     write_run_file(target, kind, settings)
     if kind in SAMPLES:
-        answers = f"{PER_STEP} prompts x {SAMPLES[kind]} answers of at most {RESPONSE_TOKENS} tokens"
+        if longest < RESPONSE_TOKENS:
+            say(f"answers of at most {longest} tokens, half of the model's context of {context}: prompts need the rest")
+        answers = f"{PER_STEP} prompts x {SAMPLES[kind]} answers of at most {longest} tokens"
         say(f"one step: {answers}; on a CPU, lower all three")
     say(f"to run it: {KINDS[kind].command} {target}")
+
+
+def _context(model: Path) -> int:
+    """The context of a model folder in tokens; 0: not known here."""
+    file = model / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    text = config.get("text_config") or config
+    return int(text.get("max_position_embeddings") or text.get("n_positions") or 0)
 
 
 def _computation(actor: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,7 +116,8 @@ def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, t
     assert main(["score", *asked, "--ground-truth-column", "solution"]) == 0
     scored = [json.loads(line) for line in Path(files["scored"]).read_text().splitlines()]
     assert [one["reward"] for one in scored] == [float(one["response"] == one["solution"]) for one in answers]
-    assert main(["eval", str(result.folder), "--output", str(tmp_path / "figures.json")]) == 0
+    assert main(["eval", str(result.folder), "--output", str(tmp_path / "figures.json"), "--threads", "2"]) == 0
+    assert torch.get_num_threads() == 2
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == hone.evaluate(result.folder)
     assert figures["eval/held_out/half"] == pytest.approx(seen[3]["eval/held_out/half"])

@@ -199,6 +199,16 @@ def test_init_writes_and_checks_a_run_file(here, capsys):
     assert (here / "mine.yaml").read_text() == text
 
 
+def test_init_fits_the_answers_into_the_model_s_context(here, capsys):
+    (here / "small").mkdir()
+    (here / "small" / "config.json").write_text('{"max_position_embeddings": 64}')
+    given = ["init", "small.yaml", "--model", "small", "--data", "rows.jsonl", "--reward", "my.py:longer"]
+    assert main(given) == 0
+    assert "answers of at most 32 tokens, half of the model's context of 64: prompts need the rest" in said(capsys)
+    written = yaml.safe_load((here / "small.yaml").read_text())
+    assert written["rollout"]["sampling"]["max_response_tokens"] == 32
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -110,6 +110,19 @@ def test_a_launch_names_the_parts_of_the_files_that_are_not_read(tmp_path):
     assert said.endswith(unread)
 
 
+def test_a_launch_warns_of_answers_that_a_prompt_leaves_no_room(tmp_path):
+    """The context is 32 tokens: the engine would end such answers early, as if they had reached the limit."""
+    narrow = {"rollout": {"sampling": {"max_response_tokens": 30}}}
+    for changes, warned in (({}, False), (narrow, True)):
+        config = loaded(tmp_path / str(warned), changes).config
+        said = foretell(config, local_model(config.model, tmp_path / str(warned) / "model"), tmp_path)
+        assert said.startswith("predicted: ")
+        left = (
+            "\nwarning: the longest prompt, 6 tokens, leaves 26 of an answer's 30 tokens, as the model's context is 32"
+        )
+        assert (left in said) is warned
+
+
 def test_a_folder_without_a_prediction_is_an_error(tmp_path, capsys):
     assert main(["plan", str(tmp_path)]) == 2
     assert "has no prediction.json" in capsys.readouterr().err

@@ -27,6 +27,8 @@ from hone.trainers.forecast.changes import changed, ways_to_fit
 from hone.trainers.forecast.forecast import Forecast, Given, forecast, swap_bytes, why_it_cannot_fit
 from hone.trainers.forecast.setup import placement_of
 from hone.trainers.forecast.sizes import POLICY, Sizes, sizes_of
+from hone.trainers.policy.checks import narrow_room
+from hone.trainers.policy.settings import PolicyRunConfig
 from hone.workers.train import TrainHandle
 
 LOG = logging.getLogger("hone")
@@ -62,11 +64,18 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
     if why_not:
         raise ConfigError(f"{why_not}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
     _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": on_cpu, "ranks_apart": apart})
-    unread = sizes.models[POLICY].files.unread()
+    policy, narrow = sizes.models[POLICY], ""
+    if isinstance(config, PolicyRunConfig):
+        narrow = narrow_room(config, policy.context, sizes.lengths.prompt_max)
+    unread = policy.files.unread()
     return (
-        f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
-        f"({found.rates.source}); the report compares"
-    ) + (f"; not read of the model's files: {unread}" if unread else "")
+        (
+            f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
+            f"({found.rates.source}); the report compares"
+        )
+        + (f"; not read of the model's files: {unread}" if unread else "")
+        + (f"\nwarning: {narrow}" if narrow else "")
+    )
 
 
 def _held() -> int:

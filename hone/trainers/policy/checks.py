@@ -71,6 +71,17 @@ def check_room(config: PolicyRunConfig, model: ModelConfig) -> None:
         )
 
 
+def narrow_room(config: PolicyRunConfig, context: int, longest: int) -> str:
+    """Describe how far the longest prompt shortens answers, because both share the context; empty: not at all."""
+    asked, left = config.rollout.sampling.max_response_tokens, max(context - longest, 0)
+    if not context or left >= asked:
+        return ""
+    return (
+        f"the longest prompt, {longest} tokens, leaves {left} of an answer's {asked} tokens, as the model's context is "
+        f"{context}: lower rollout.sampling.max_response_tokens or data.train.max_prompt_tokens"
+    )
+
+
 def algorithm_of(config: PolicyRunConfig) -> Algorithm:
     """The algorithm of a run. Raises ConfigError for settings that contradict each other."""
     try:
