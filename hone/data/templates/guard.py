@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 from hone.data.messages import RenderingError, Tools
@@ -12,6 +13,7 @@ from hone.data.templates.forms import EXAMPLE_TOOLS, QUESTION, THOUGHT, Renderin
 from hone.types import Message
 
 GUARD = "\ufdd0"  # stands within text that must not become a special token
+REPLACEMENT = "\ufffd"  # for a character that a tokenizer reads as a token
 ESCAPED_GUARD = "\\ufdd0"  # as Python prints it, and JSON of ASCII
 _RESERVED = re.compile("[\ufdd0-\ufdef]")  # characters that no text has: Unicode keeps them for a program's own use
 _FRAMES = re.compile(  # names of special tokens with which models begin and end messages and texts
@@ -28,16 +30,30 @@ class Guard:
     arguments of calls and in what an environment says after an answer, it is every token that the tokenizer adds. The
     policy's own words may hold such tokens (`<think>`), but none that begins or ends a message, and no special token of
     the tokenizer (`all_special_tokens`).
+
+    Tokenizers that normalise a text find some tokens afterwards: with NFKC, `<x>` in wide letters too (`_Tokens`).
     """
 
     def __init__(self, template: Rendering, tokenizer: Any) -> None:
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        self._added = _any_of(added)
-        frame = _framing(template, tokenizer, self._added)
-        self._framing = _any_of(frame)
-        self._special = _any_of(frame | set(template.special))
-        self.anything = re.compile("|".join([_RESERVED.pattern, *([self._added.pattern] if self._added else [])]))
-        """Texts that may have to be marked: a message without them stays as it is."""
+        known = list(tokenizer.added_tokens_decoder.values())
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        self._normalize = None if normalizer is None else normalizer.normalize_str
+        self._normalized = {str(token) for token in known if token.normalized} if self._normalize else set()
+        added = {str(token) for token in known} | set(tokenizer.all_special_tokens)
+        self._added = self._tokens(added)
+        frame = _framing(template, tokenizer, self._added.plain)
+        self._framing = self._tokens(frame)
+        self._special = self._tokens(frame | set(template.special))
+
+    def _tokens(self, texts: Set[str]) -> _Tokens:
+        if self._normalize is None:
+            return _Tokens(_any_of(texts))
+        hidden = _any_of(self._normalize(text) for text in texts & self._normalized)
+        return _Tokens(_any_of(texts), hidden, self._normalize)
+
+    def changes(self, text: str) -> bool:
+        """Return whether a text may have to be marked; any other stays as it is."""
+        return self._added.marked(text) != text
 
     def message(self, message: Message, *, strict: bool = False) -> Message:
         """The message with a mark in everything that looks like a token; `strict`: an environment says it."""
@@ -55,11 +71,11 @@ class Guard:
 
     def said(self, text: str) -> str:
         """A text of the policy."""
-        return str(_marked(text, self._framing))
+        return self._framing.marked(text)
 
     def told(self, text: str) -> str:
         """A text of a tool."""
-        return str(_marked(text, self._added))
+        return self._added.marked(text)
 
 
 def _framing(template: Rendering, tokenizer: Any, added: re.Pattern[str] | None) -> set[str]:
@@ -80,15 +96,38 @@ def _framing(template: Rendering, tokenizer: Any, added: re.Pattern[str] | None)
     return own | ends | frame
 
 
-def _marked(value: Any, pattern: re.Pattern[str] | None) -> Any:
-    """The value with a mark after the first character of each match in its texts and keys."""
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens to be found in texts."""
+
+    plain: re.Pattern[str] | None
+    hidden: re.Pattern[str] | None = None  # those that the tokenizer looks for in a normalised text, as it looks then
+    normalize: Callable[[str], str] = str
+
+    def marked(self, text: str) -> str:
+        """The text with a mark in each token, after its first character, or elsewhere in one that is hidden."""
+        text = _RESERVED.sub("", text)
+        if self.plain is not None:
+            text = self.plain.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+        return text if self.hidden is None else GUARD.join(map(self._apart, text.split(GUARD)))
+
+    def _apart(self, text: str) -> str:
+        """The text with marks where two halves have a hidden token that neither half has."""
+        assert self.hidden is not None
+        if not self.hidden.search(self.normalize(text)):
+            return text
+        middle = len(text) // 2
+        return self._apart(text[:middle]) + GUARD + self._apart(text[middle:]) if middle else REPLACEMENT
+
+
+def _marked(value: Any, tokens: _Tokens) -> Any:
+    """The value with marks in all its texts and keys."""
     if isinstance(value, str):
-        text = _RESERVED.sub("", value)
-        return text if pattern is None else pattern.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+        return tokens.marked(value)
     if isinstance(value, Mapping):
-        return {_marked(key, pattern): _marked(one, pattern) for key, one in value.items()}
+        return {_marked(key, tokens): _marked(one, tokens) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_marked(one, pattern) for one in value]
+        return [_marked(one, tokens) for one in value]
     return value
 
 
