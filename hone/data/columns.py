@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
-from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, stored_messages
+from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, parsed, stored_messages
 from hone.data.settings import DatasetConfig, PromptSetConfig
 from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
@@ -99,18 +98,13 @@ class RowReader:
         Raises DataError for anything else.
         """
         column = self.column("tools")
-        found = row.get(column)
-        if isinstance(found, str):
-            try:
-                found = json.loads(found) if found.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{self.rows.where(index)}: {column} is text, but no JSON: {error}") from error
-        if found is None:
+        if row.get(column) is None:
             return ()
-        if isinstance(found, str) or not isinstance(found, Sequence):
-            raise DataError(f"{self.rows.where(index)}: {column} should be a list of JSON schemas, found {found!r:.80}")
         try:
-            return tuple(normal_tool(without_nulls(tool)) for tool in found)
+            found = parsed(row[column], "the column")
+            if found is not None and (isinstance(found, str) or not isinstance(found, Sequence)):
+                raise MessageError(f"the column should be a list of JSON schemas, found {found!r:.80}")
+            return tuple(normal_tool(without_nulls(tool)) for tool in found or ())
         except (MessageError, RecursionError) as error:
             raise DataError(f"{self.rows.where(index)}: {column}: {error}") from error
 

@@ -151,7 +151,7 @@ def normal_tool(tool: Any) -> dict[str, Any]:
     >>> normal_tool({"name": "add", "input_schema": {}})
     {'type': 'function', 'function': {'name': 'add', 'parameters': {}}}
     """
-    found = _parsed(tool, "a tool") if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
+    found = parsed(tool, "a tool") if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
     function = found.get("function", found) if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or not isinstance(function, Mapping):
         raise MessageError(f"a tool should be a JSON schema, found {tool!r:.80}")
@@ -168,7 +168,7 @@ def normal_tool(tool: Any) -> dict[str, Any]:
         raise MessageError(f"the tool {function['name']!r:.60} has {' and '.join(given)}; leave one of them")
     function = {"parameters" if key in given else key: value for key, value in function.items()}
     if isinstance(function.get("parameters"), str):
-        function["parameters"] = _parsed(function["parameters"], f"parameters of the tool {function['name']!r:.60}")
+        function["parameters"] = parsed(function["parameters"], f"parameters of the tool {function['name']!r:.60}")
     return {"type": "function", **found, "function": function}
 
 
@@ -218,7 +218,7 @@ def _is_learnt(message: Mapping[str, Any]) -> bool:
 
 def _calls_of(message: Mapping[str, Any]) -> list[Any]:
     """The tool calls of a message; `function_call` is an earlier name of one."""
-    calls = _parsed(message.get("tool_calls", []), "tool_calls")
+    calls = parsed(message.get("tool_calls", []), "tool_calls")
     if isinstance(calls, Mapping):
         calls = [calls]
     if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -229,7 +229,7 @@ def _calls_of(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: bool) -> dict[str, Any]:
-    call = _parsed(call, "a tool call")
+    call = parsed(call, "a tool call")
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageError(f"a tool call should have a function with a name, found {call!r:.80}")
@@ -261,7 +261,7 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _parsed(found: Any, what: str) -> Any:
+def parsed(found: Any, what: str) -> Any:
     """The value of JSON text, or what is no text as it is."""
     if not isinstance(found, str):
         return found

@@ -273,7 +273,7 @@ class Renderer:
 
     def _in_form(self, message: Message) -> Message:
         plain = is_plain(message)
-        if plain and not (self.guards_rows and self._guard.changes(message["content"])):
+        if plain and not (self.guards_rows and self._guard.anything.search(message["content"])):
             return message
         normal = message if plain else normal_message(message, lenient=True)
         return self._guard.message(normal) if self.guards_rows else normal

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import sys
 import tempfile
@@ -95,6 +96,13 @@ class RequestProcess:
         """The child's process id; 0 before it said hello."""
         return self._process_id
 
+    @property
+    def alive(self) -> bool:
+        """Return whether the process has its end of the socket."""
+        asked = select.poll()
+        asked.register(self._socket, 0)
+        return not asked.poll(0)
+
     def hello(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Tell the child what to load; returns its reply. Raises ChildLost, also if it is not ready in time."""
         self._send(encode(Kind.HELLO, 0, body))
@@ -119,8 +127,7 @@ class RequestProcess:
     def replies(self, deadline: float) -> list[dict[str, Any]]:
         """Wait for replies to the current request; none if `deadline` (monotonic) passes. Raises ChildLost."""
         while time.monotonic() < deadline:
-            found = [frame.body for frame in self._read(deadline) if self._counts(frame)]
-            if found:
+            if found := [frame.body for frame in self._read(deadline) if self._counts(frame)]:
                 return found
         return []
 
@@ -165,8 +172,7 @@ class RequestProcess:
         if self._tree.alive:
             return ChildLost(f"the {self._name} closed its socket{self._printed()}")
         self._output.finish()
-        how = f"ended with {self._tree.ended}"
-        return ChildLost(f"the {self._name} {how}{self._printed()}")
+        return ChildLost(f"the {self._name} ended with {self._tree.ended}{self._printed()}")
 
     def _printed(self) -> str:
         lines = self._output.last_lines()

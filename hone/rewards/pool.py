@@ -177,6 +177,8 @@ class RewardPool:
         ready.set_result(None)
         try:
             while batch := self._take():
+                if not self._processes[index].alive:  # it ended without a batch: no answer is to blame
+                    self._replace(index)
                 if not during(f"reward worker {index}", "reward", self._run, self._processes[index], batch):
                     self._replace(index)
         except Exception as error:  # noqa: BLE001  callers must not wait for a thread that ended

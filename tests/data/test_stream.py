@@ -285,11 +285,12 @@ def nested(levels):
     ("tools", "template", "said"),
     [
         ([ADD], TOOLS.replace("tools", "functions"), "has 1 tools in column 'tools', but the chat template does not"),
-        ("add", TOOLS, "tools is text, but no JSON"),
-        ("[" * 100_000, TOOLS, "tools is text, but no JSON"),
+        ("add", TOOLS, "tools: the column is text, but no JSON"),
+        ("[" * 100_000, TOOLS, "tools: the column is text, but no JSON"),
         ([nested(100)], TOOLS, "tools: the tool 'add' is nested deeper than 64 levels"),
         ([nested(450)], TOOLS, "tools: "),
-        ({"name": "add"}, TOOLS, r"tools should be a list of JSON schemas, found \{'name'"),
+        ('[{"name": "add", "name": "sub"}]', TOOLS, "tools: the column is text, .* the key 'name' is there twice"),
+        ({"name": "add"}, TOOLS, r"tools: the column should be a list of JSON schemas, found \{'name'"),
         (["add"], TOOLS, "tools: a tool should be a JSON schema, found 'add'"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PARENT = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from hone.rewards.rubric import Rubric
 from hone.rewards.settings import RewardConfig
 from hone.types import Prompt, StopReason, Trajectory, TrajectoryGroup
@@ -27,6 +27,18 @@ async def main():
     await asyncio.sleep(600)
 
 asyncio.run(main())
+"""
+
+KILL = """
+    pool = rubric._pool
+    children = list(pool._processes.values())
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+    while any(child.alive for child in children):
+        await asyncio.sleep(0.01)
+    scored = await asyncio.gather(*(rubric.score(group("fine")) for _ in range(4)))
+    print([one.trajectories[0].error for one in scored])
+    await rubric.close()
 """
 
 
@@ -53,6 +65,14 @@ def test_processes_die_with_their_parent(user, responses, how):
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [pid for pid in pids if alive(pid)]
+
+
+def test_the_end_of_a_process_that_had_no_call_fails_no_answer(user):
+    code = PARENT.replace("    await asyncio.sleep(600)", KILL)
+    done = subprocess.run(
+        [sys.executable, "-c", code, user("temper"), "fine"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[1:] == ["['', '', '', '']"], done.stderr
 
 
 def test_a_worker_that_hone_did_not_start_says_so():

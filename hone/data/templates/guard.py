@@ -44,16 +44,15 @@ class Guard:
         frame = _framing(template, tokenizer, self._added.plain)
         self._framing = self._tokens(frame)
         self._special = self._tokens(frame | set(template.special))
+        looked_for = [_RESERVED.pattern, *([self._added.plain.pattern] if self._added.plain else [])]
+        self.anything = re.compile("" if self._added.hidden else "|".join(looked_for))
+        """Texts that may have to be marked: a message without them stays as it is."""
 
     def _tokens(self, texts: Set[str]) -> _Tokens:
         if self._normalize is None:
             return _Tokens(_any_of(texts))
         hidden = _any_of(self._normalize(text) for text in texts & self._normalized)
         return _Tokens(_any_of(texts), hidden, self._normalize)
-
-    def changes(self, text: str) -> bool:
-        """Return whether a text may have to be marked; any other stays as it is."""
-        return self._added.marked(text) != text
 
     def message(self, message: Message, *, strict: bool = False) -> Message:
         """The message with a mark in everything that looks like a token; `strict`: an environment says it."""
