@@ -219,7 +219,8 @@ def _tagged_call(body: str, written: str) -> Call:
         if not opened or not closed:
             return Call(function[1], {}, written, "a <parameter=NAME> is not closed")
         arguments[name] = value.removeprefix("\n").removesuffix("\n")
-    return Call(function[1].strip(), arguments, written)
+    name = function[1].strip()
+    return Call(name, arguments, written, "" if name else "the name in <function=NAME> is missing")
 
 
 def _mistral_calls(written: str) -> Iterator[Call]:
@@ -230,7 +231,7 @@ def _mistral_calls(written: str) -> Iterator[Call]:
         except ValueError as error:
             yield Call(_name_in(written), {}, marked, f"not JSON: {_short(error)}")
             return
-        yield from (_checked(one, marked) for one in listed)
+        yield from (_checked(one, marked) for one in listed or [None])
         return
     name, _, arguments = written.partition("[ARGS]") if "[ARGS]" in written else written.partition("{")
     body = arguments if "[ARGS]" in written else "{" + arguments

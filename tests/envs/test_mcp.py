@@ -290,6 +290,7 @@ def scripted(version, tools):
         (scripted("2025-06-18", "7"), "answered tools/list without a list of tools"),
         (scripted("2025-06-18", '[{"name": "a"}, {"name": "a"}]'), "it lists the tool a twice"),
         (scripted("2025-06-18", "[{}]"), "lists a tool without a name"),
+        (scripted("2025-06-18", '[{"name": " "}]'), "lists a tool without a name: {'name': ' '}"),
         ({"url": "http://127.0.0.1:1/mcp"}, "at http://127.0.0.1:1/mcp is lost: ClientConnectorError"),
     ],
 )

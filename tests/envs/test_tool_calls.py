@@ -83,6 +83,8 @@ def test_several_calls_keep_their_order_and_broken_ones_do_not_hide_others():
         (qwen3_coder, "<tool_call><function=f><parameter=a>1</function></tool_call>", "is not closed"),
         (llama3, "<|python_tag|>print(1)", "not JSON"),
         (mistral, "[TOOL_CALLS]f[ARGS]{", "arguments are not JSON"),
+        (mistral, "[TOOL_CALLS][]", 'a call should be an object with "name"'),
+        (qwen3_coder, "<tool_call><function= ></function></tool_call>", "the name in <function=NAME> is missing"),
         (mistral, "[TOOL_CALLS][1]", 'a call should be an object with "name"'),
         (hermes, '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "half a character"),
         (hermes, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "half a character"),

@@ -109,7 +109,7 @@ class McpClient:
         raise ToolLost(f"the MCP server {self.name} lists more than {MOST_PAGES} pages of tools")
 
     def _spec(self, tool: Any) -> dict[str, Any]:
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not tool["name"].strip():
             raise ToolLost(f"the MCP server {self.name} lists a tool without a name: {tool!r:.100}")
         schema, described = tool.get("inputSchema") or {"type": "object"}, tool.get("description") or ""
         for key, value, kind in (("inputSchema", schema, dict), ("description", described, str)):
