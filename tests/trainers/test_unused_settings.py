@@ -12,7 +12,7 @@ from hone.trainers.run import launch
 from hone.trainers.supervised.settings import PreferenceRunConfig, RewardModelRunConfig, SupervisedRunConfig
 from tests.trainers.preference_task import settings_of
 from tests.trainers.test_supervised import sft_recipe
-from tests.trainers.tiny import recipe
+from tests.trainers.tiny import metrics, recipe, reinforce
 
 BUILT = {"model.revision": "main", "model.trust_remote_code": True}
 NO_HELD_OUT = {"checkpoint.keep_best": False, "evaluation.every_steps": 2}
@@ -123,6 +123,13 @@ def test_what_a_plain_run_does_not_use_is_refused(kind, tmp_path, monkeypatch):
 
 
 LIMITED = 'tracking.trackers=[{"name": "jsonl", "rollouts_max_mib": 5}]'
+
+
+def test_evaluation_can_be_switched_off_on_the_command_line(tmp_path):
+    """The run file still says how often it evaluates, and what counts."""
+    run_file = recipe(tmp_path, {"evaluation": {"every_steps": 1, "samples": 2, "sets": {"a": {"path": "none.jsonl"}}}})
+    run = reinforce(run_file, "evaluation.sets={}", "run.steps=1")
+    assert [name for line in metrics(run) for name in line if name.startswith("eval/")] == []
 
 
 def test_the_limit_of_rollouts_is_refused_where_none_are_written(tmp_path, monkeypatch):

@@ -281,6 +281,8 @@ def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[li
     Returns the settings that differ from the last launch, the model in its folder, and its renderer.
     """
     prepare_process(config.runtime)
+    if "sets" in config.evaluation.model_fields_set and not config.evaluation.sets:
+        count_as_read(config.evaluation)  # `evaluation.sets={}` switches evaluation off, with all that says how it goes
     seed_everything(config.run.seed)
     changes = write_config(folder, config, config.run.steps) if ranks.is_first() else []
     model = ranks.first_alone(lambda: local_model(config.model, folder / FOLDER))
