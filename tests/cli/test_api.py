@@ -218,7 +218,8 @@ def test_the_example_of_the_documentation_runs(tmp_path, capsys, monkeypatch):
     runpy.run_path(str(script), run_name="__main__")
     printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("rl run", "step "))]
     assert printed[0] == "16 command line"
-    assert [line.split()[0] for line in printed[1:5]] == ["0", "1", "2", "3"]
+    steps = [line for line in printed if re.fullmatch(r"\d [\d.]*", line)]  # a rule may find something in between
+    assert [line.split()[0] for line in steps] == ["0", "1", "2", "3"]
     assert len(json.loads(printed[-1])) == 2
 
 
