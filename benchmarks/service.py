@@ -2,10 +2,13 @@
 
     python benchmarks/service.py overhead      a step of 8,192 tokens, in turns: in process, and through the service
     python benchmarks/service.py sharing       small batches of eight adapters one by one, and in one forward
+    python benchmarks/service.py tenants       steps of eight tenants at once, and of one who does all the work
+    python benchmarks/service.py losses        gradients of ppo by name, and as weights of tokens after a forward
 
 `overhead`: both train the same adapter on the same data with one thread. The service also writes the command, its
 result and the model's state to disk, which a step in process does not. `sharing`: adapters of ranks 1 to 16, as with
-`training.share_forwards`; forward and backward without the service.
+`training.share_forwards`; forward and backward without the service. `tenants` and `losses`: processor time of the
+service, which other programs of the machine change little.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ import yaml
 
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.service.disk.keys import add_key
+from hone.service.disk.registry import REGISTRY_FILE, Registry
 from hone.service.protocol.data import pack_request
 from hone.service.protocol.wire import read_training
 from hone.workers.tenants.shared_forward import SharedForward
@@ -37,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "plugins" / "tinker"))
 
 from hone_tinker.connection import Connection  # noqa: E402 (a plug-in that need not be installed)
-from hone_tinker.messages import Weighted, training_requests  # noqa: E402
+from hone_tinker.messages import ServiceLoss, cross_entropy, training_requests  # noqa: E402
 
 BUILD = {"hidden_size": 128, "layers": 4, "heads": 4, "mlp_size": 384, "max_positions": 512}
 RANK, ALPHA, LENGTH, LONGEST = 8, 32.0, 256, 16384
@@ -45,11 +51,27 @@ ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weigh
 STEP = AdamStep(1e-3, (0.9, 0.95), 1e-12, 0.0, 1.0)
 
 
-def request(model: str, number: int, tokens: int, length: int = LENGTH) -> bytes:
-    """A cross_entropy request with `tokens` tokens in all."""
+def weighted(row: torch.Tensor) -> ServiceLoss:
+    return cross_entropy(row, torch.ones(len(row)))
+
+
+def clipped(row: torch.Tensor) -> ServiceLoss:
+    inputs = {"target_tokens": row, "advantages": torch.ones(len(row)), "logprobs": -4 * torch.ones(len(row))}
+    return ServiceLoss("ppo", inputs, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+
+
+def request(
+    model: str,
+    number: int,
+    tokens: int,
+    length: int = LENGTH,
+    loss: Callable[[torch.Tensor], ServiceLoss] = weighted,
+    forward_only: bool = False,
+) -> bytes:
+    """A request with `tokens` tokens in all."""
     generator = torch.Generator().manual_seed(number)
     rows = torch.randint(8, 90, (max(1, tokens // length), min(length, tokens)), generator=generator)
-    (body,) = training_requests(model, number, [Weighted(row, row, torch.ones(len(row))) for row in rows], False)
+    (body,) = training_requests(model, number, [(row, loss(row)) for row in rows], forward_only)
     return body
 
 
@@ -68,10 +90,36 @@ def train(model: TenantModel, body: bytes) -> None:
     model.forward_backward(work.batch, work.loss)
 
 
-class Served:
-    """One model of a service in a process of its own."""
+class Tenant:
+    """A tenant of a service, with one model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, url: str, key: str) -> None:
+        self._service, self._seq = Connection(url, key, 600.0), 0
+        lora = {"rank": RANK, "seed": 1}
+        body = {"session_id": self._service.session_id, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        self.model = self.begin("create_model", body).result()["model_id"]
+
+    def begin(self, path: str, body: Any) -> Future[Any]:
+        return self._service.start(self._service.result(path, body))
+
+    def train(self, tokens: int, **more: Any) -> Future[Any]:
+        self._seq += 1
+        return self.begin("forward_backward", request(self.model, self._seq, tokens, **more))
+
+    def step(self, tokens: int) -> list[Future[Any]]:
+        """Send forward, backward and optimizer step."""
+        sent = self.train(tokens)
+        self._seq += 1
+        return [
+            sent,
+            self.begin("optim_step", {"model_id": self.model, "seq_id": self._seq, "adam_params": ADAM}),
+        ]
+
+
+class Served:
+    """A service in a process of its own."""
+
+    def __init__(self, folder: Path, tenants: int = 1) -> None:
         run = {"kind": "serve", "model": {"build": BUILD}, "names": ["base"], "folder": str(folder / "run")}
         training = {"compute_dtype": "float32", "max_tokens_per_microbatch": LONGEST, "lora_alpha": ALPHA}
         file = folder / "serve.yaml"
@@ -81,21 +129,64 @@ class Served:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout is not None
         said = [next(self._process.stdout).split()[-1] for _ in range(2)]  # the key, the address
-        self._service = Connection(said[1], said[0], 600.0)
-        lora = {"rank": RANK, "seed": 1}
-        body = {"session_id": self._service.session_id, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
-        self.model = self._do("create_model", body)["model_id"]
+        registry = Registry(folder / "run" / REGISTRY_FILE)
+        keys = [said[0], *(add_key(registry, f"tenant-{number}") for number in range(1, tenants))]
+        self.tenants = [Tenant(said[1], key) for key in keys]
 
-    def _do(self, path: str, body: Any) -> Any:
-        return self._service.wait(self._service.result(path, body))
-
-    def step(self, number: int, tokens: int) -> None:
-        self._do("forward_backward", request(self.model, number, tokens))
-        self._do("optim_step", {"model_id": self.model, "seq_id": number + 1, "adam_params": ADAM})
+    def processor_s(self) -> float:
+        """Processor time of the service so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(60)
+
+
+def wait_for(sent: Sequence[Future[Any]]) -> None:
+    for one in sent:
+        one.result()
+
+
+def compared(served: Served, pairs: int, one: Callable[[], object], other: Callable[[], object], name: str) -> None:
+    """Print the service's processor time for two kinds of work, in turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs + 1):
+        for number, work in [(0, one), (1, other)][:: 1 if pair % 2 else -1]:
+            before = served.processor_s()
+            work()
+            if pair:  # the first one warms up
+                times[number].append(served.processor_s() - before)
+    said(f"{name}, processor time", *times)
+
+
+def tenants(pairs: int, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as name, closing(Served(Path(name), 8)) as served:
+
+        def all_at_once() -> None:
+            wait_for([each for one in served.tenants for each in one.step(tokens)])
+
+        def one_alone() -> None:
+            wait_for([each for _ in served.tenants for each in served.tenants[0].step(tokens)])
+
+        compared(served, pairs, all_at_once, one_alone, f"8 tenants, {tokens} tokens each, beside one with all steps")
+
+
+def losses(pairs: int, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as name, closing(Served(Path(name))) as served:
+        (tenant,) = served.tenants
+
+        def by_weights() -> None:
+            tenant.train(tokens, forward_only=True).result()
+            tenant.train(tokens).result()
+
+        compared(
+            served,
+            pairs,
+            by_weights,
+            lambda: tenant.train(tokens, loss=clipped).result(),
+            f"ppo of {tokens} tokens as weights, beside by name",
+        )
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -122,7 +213,7 @@ def overhead(pairs: int, tokens: int) -> None:
 
         times: dict[str, list[float]] = {"here": [], "there": []}
         for pair in range(pairs + 2):
-            ways = [("here", here), ("there", lambda number: served.step(number, tokens))]
+            ways = [("here", here), ("there", lambda _: wait_for(served.tenants[0].step(tokens)))]
             for way, work in ways if pair % 2 else reversed(ways):
                 took = seconds(lambda work=work, pair=pair: work(1 + 2 * pair))  # type: ignore[misc]
                 if pair > 1:  # the first ones warm up
@@ -153,16 +244,16 @@ def sharing(pairs: int, path: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "sharing"))
+    parser.add_argument("what", choices=("overhead", "sharing", "tenants", "losses"))
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--model", help="of `sharing`, instead of a built one of 0.8 M parameters")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.what == "overhead":
-        overhead(chosen.pairs, chosen.tokens)
-    else:
+    if chosen.what == "sharing":
         sharing(chosen.pairs, chosen.model)
+    else:
+        {"overhead": overhead, "tenants": tenants, "losses": losses}[chosen.what](chosen.pairs, chosen.tokens)
 
 
 if __name__ == "__main__":

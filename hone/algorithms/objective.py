@@ -47,7 +47,7 @@ class PolicyObjective:
     def __init__(self, settings: AlgorithmConfig) -> None:
         self._loss: Callable[[LossInputs, Any], LossOutput] = POLICY_LOSSES.get(settings.loss.name)
         self._settings = settings.loss
-        self._config = settings
+        self.config = settings
         self._selects = bool(settings.loss.selection)
         self._correction = settings.correction
         self._rejections = settings.correction.rules("current")
@@ -101,7 +101,7 @@ class PolicyObjective:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let another process load a loss from the user's file itself: a class in it has no module to import."""
-        portable = portable_settings(self._config)
+        portable = portable_settings(self.config)
         return (_loaded, (portable,)) if portable else super().__reduce_ex__(protocol)
 
     def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:

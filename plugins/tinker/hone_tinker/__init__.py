@@ -2,6 +2,7 @@
 
 In reading order: `settings`; `runtime`; `connection`, one session of a service: requests, retries, results, heartbeats;
 `messages`, the protocol's requests and results as tensors; `gradients`, any loss of log-probs as weights of tokens;
+`named_losses`, the losses that services have too;
 `base_scorer`, scores of the model before training; `engine`, which trains through the service; `rollout`, which samples
 from it and checks that a new snapshot has the new weights.
 """

@@ -1,7 +1,7 @@
 """The engine `tinker`: the verbs of a training engine as requests to a service.
 
     infer_batch        forward_backward with forward_only; without the adapter: prompt log-probs of the base's sampler
-    forward_backward   token weights of the loss (`gradients`), sent as weighted cross_entropy
+    forward_backward   a loss of the service (`named_losses`), or token weights (`gradients`) as weighted cross_entropy
     optimizer_step     optim_step, with the parameters of AdamW and this step's learning rate
     weights            save_weights_for_sampler: the name of the sampler takes the place of the weights
     checkpoints        save_weights, load_weights with the optimizer's state
@@ -33,7 +33,8 @@ from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need, TopK, 
 from hone_tinker.base_scorer import BaseScorer
 from hone_tinker.connection import ServiceFailed, connect, field_of
 from hone_tinker.gradients import check_needs, fixed_weights, targets, token_weights
-from hone_tinker.messages import Weighted, read_logprobs, training_requests
+from hone_tinker.messages import ServiceLoss, cross_entropy, read_logprobs, training_requests
+from hone_tinker.named_losses import differ, named_loss, named_weights
 from hone_tinker.settings import ServiceSettings
 
 STATE = "service.json"  # of a checkpoint
@@ -106,27 +107,36 @@ class ServiceEngine:
         return merge_metrics(metrics, self.optimizer_step(), self.lr_scheduler_step())
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Metrics:
-        """See `BaseEngine`. A loss whose token weights depend on the log-probs takes one forward more."""
+        """See `BaseEngine`. A loss of ratios that the service does not have by name takes one forward more."""
         check_needs(loss)
         if batch.loss_weights is None:
             raise ValueError("Batch.loss_weights is not set: the loss has no denominator (see aggregation)")
-        weights = fixed_weights(loss, batch)
-        if weights is None:
-            wanted = targets(loss, batch)
-            weights, step = token_weights(loss, batch, self._train(batch, wanted, None))
-            self._train(batch, wanted, weights)
+        wanted, weights = targets(loss, batch), fixed_weights(loss, batch)
+        own = named_loss(loss, batch) if weights is None and self._backend.named_losses else None
+        if weights is not None:
+            _, step = token_weights(loss, batch, self._train(batch, cross_entropy(wanted, weights.float())))
+        elif own is not None:
+            logprobs = self._train(batch, own)
+            weights, step = token_weights(loss, batch, logprobs)
+            rest = weights - named_weights(own, batch, logprobs)
+            if differ(rest, weights):  # ratios beyond hone's limits, which the service's losses do not have
+                self._train(batch, cross_entropy(wanted, rest.float()))
         else:
-            _, step = token_weights(loss, batch, self._train(batch, batch.token_ids, weights))
+            weights, step = token_weights(loss, batch, self._logprobs(batch, wanted))
+            self._train(batch, cross_entropy(wanted, weights.float()))
         self._remember(batch)
         return step.metrics()
 
-    def _train(self, batch: Batch, wanted: Tensor, weights: Tensor | None) -> Tensor:
-        """Log-probs of tokens [T] or [T, K] in the sequences with a loss, 0 elsewhere; with weights, a backward too."""
-        bounds = batch.cu_seqlens.tolist()
+    def _logprobs(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """Log-probs of tokens [T] or [T, K] in the sequences with a loss, 0 elsewhere."""
+        return self._train(batch, cross_entropy(wanted, torch.zeros(wanted.shape)), forward_only=True)
+
+    def _train(self, batch: Batch, loss: ServiceLoss, forward_only: bool = False) -> Tensor:
+        """Add the gradient of a loss; return the log-probs of its targets as `_logprobs` does."""
+        wanted, bounds = loss.inputs["target_tokens"], batch.cu_seqlens.tolist()
         chosen = [(a, b) for a, b in pairwise(bounds) if bool(batch.loss_mask[a:b].any())]
-        counted = torch.zeros(wanted.shape) if weights is None else weights.float()
-        sequences = [Weighted(batch.token_ids[a:b], wanted[a:b], counted[a:b]) for a, b in chosen]
-        requests = training_requests(self._model_id, self._seq + 1, sequences, weights is None)
+        sequences = [(batch.token_ids[a:b], loss.of(a, b)) for a, b in chosen]
+        requests = training_requests(self._model_id, self._seq + 1, sequences, forward_only)
         self._seq += len(requests)
         found = torch.zeros(wanted.shape)
         rows = [row for body in self._service.wait(self._results(requests)) for row in read_logprobs(body)]
@@ -177,7 +187,7 @@ class ServiceEngine:
             wanted = ", ".join(sorted(map(str, needs)))
             raise ValueError(f"{wanted} of a forward is needed, and services return log-probs only")
         if trained:
-            return ModelOutput(logprobs=self._train(batch, batch.token_ids, None))
+            return ModelOutput(logprobs=self._logprobs(batch, batch.token_ids))
         if self._base is None:
             self._base = BaseScorer(self._service, self._base_model)
         return self._base(batch, max(likely, default=0))
@@ -208,7 +218,7 @@ class ServiceEngine:
             request = training_requests(
                 self._model_id,
                 self._seq + 1,
-                [Weighted(self._probe, self._probe, torch.zeros(len(self._probe)))],
+                [(self._probe, cross_entropy(self._probe, torch.zeros(len(self._probe))))],
                 True,
             )
             self._seq += 1

@@ -8,6 +8,8 @@ No other loss can be expressed, and none needs to be known.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -55,15 +57,23 @@ def fixed_weights(loss: LossFn, batch: Batch) -> Tensor | None:
     """The weights of a loss for which they do not depend on the log-probs (one update per batch, SFT); else None."""
     if AT in getattr(loss, "needs", frozenset()):
         return None
+    first: Tensor | None = None
+    for logprobs in probed_logprobs(batch):
+        weights, _ = token_weights(loss, batch, logprobs)
+        if first is not None and not torch.equal(first, weights):
+            return None
+        first = weights
+    return first
+
+
+def probed_logprobs(batch: Batch) -> Iterator[Tensor]:
+    """Log-probs [T] at which two losses are told apart: those of the rollout, and others around them.
+
+    Tokens move by their own amounts, because differences of sequences, as in DPO, do not change if all move alike; and
+    alike, because a mean over a long sequence, as in a rejection rule, hardly changes otherwise.
+    """
     mask = batch.loss_mask
     start = batch.rollout_logprobs if batch.rollout_logprobs is not None else torch.full(mask.shape, -1.0)
-    first, _ = token_weights(loss, batch, start.float() * mask)
     generator = torch.Generator().manual_seed(0)
-    for size, shift in ((0.75, 0.0), (0.01, 0.0), (0.0, 5.0), (0.0, -5.0)):
-        # Tokens move by their own amounts, because differences of sequences, as in DPO, do not change if all move
-        # alike; and alike, because a mean over a long sequence, as in a rejection rule, hardly changes otherwise.
-        moved = start.float() + shift + size * torch.randn(mask.shape, generator=generator)
-        other, _ = token_weights(loss, batch, moved * mask)
-        if not torch.equal(first, other):
-            return None
-    return first
+    for size, shift in ((0.0, 0.0), (0.75, 0.0), (0.01, 0.0), (0.0, 5.0), (0.0, -5.0)):
+        yield (start.float() + shift + size * torch.randn(mask.shape, generator=generator)) * mask

@@ -6,7 +6,7 @@ The schema is that of `hone serve` (`hone.service.protocol.wire`): one list of f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,30 +22,43 @@ DATUMS, BYTES = 1024, 5_000_000  # most of one request, as the services' own cli
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
-    """The tokens of one sequence, and the weight of each target's log-prob in the loss: sum of -weight x log-prob."""
+class ServiceLoss:
+    """A loss that a service computes: its name, its inputs for each token of a batch, and its settings."""
 
-    tokens: Tensor  # [N] int64
-    targets: Tensor  # [N] the tokens themselves, or [N, K] int64; the first place counts nothing
-    weights: Tensor  # as `targets`, float32
+    name: str
+    inputs: Mapping[str, Tensor]  # [T] or [T, K], `target_tokens` among them; the first place of a sequence is left out
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, start: int, end: int) -> ServiceLoss:
+        """The same loss of the tokens of one sequence."""
+        return replace(self, inputs={name: values[start:end] for name, values in self.inputs.items()})
 
 
-def training_requests(model_id: str, first_seq: int, sequences: Sequence[Weighted], forward_only: bool) -> list[bytes]:
-    """`cross_entropy` requests with numbers from `first_seq`; together they have all sequences, in order."""
+def cross_entropy(targets: Tensor, weights: Tensor) -> ServiceLoss:
+    """The sum of -weight x log-prob of the targets, [T] or [T, K]."""
+    return ServiceLoss("cross_entropy", {"target_tokens": targets, "weights": weights})
+
+
+def training_requests(
+    model_id: str, first_seq: int, sequences: Sequence[tuple[Tensor, ServiceLoss]], forward_only: bool
+) -> list[bytes]:
+    """Requests with numbers from `first_seq`; together they have all sequences, tokens and one loss, in order."""
     requests: list[bytes] = []
     message, size = None, 0
-    for one in sequences:
+    for tokens, loss in sequences:
         datum = MESSAGES["Datum"]()
-        datum.model_input.add().encoded_text.tokens = one.tokens[:-1].numpy().astype("<i4").tobytes()
-        _put(datum.loss_fn_inputs["target_tokens"], one.targets[1:].numpy(), INT64)
-        _put(datum.loss_fn_inputs["weights"], one.weights[1:].numpy(), FLOAT32)
+        datum.model_input.add().encoded_text.tokens = tokens[:-1].numpy().astype("<i4").tobytes()
+        for name, values in loss.inputs.items():
+            _put(datum.loss_fn_inputs[name], values[1:].numpy(), FLOAT32 if values.is_floating_point() else INT64)
         if message is not None and (len(message.data) == DATUMS or size + datum.ByteSize() > BYTES):
             requests.append(message.SerializeToString())
             message = None
         if message is None:
             message, size = MESSAGES["ForwardBackwardRequest"](), 0
             message.model_id, message.seq_id = model_id, first_seq + len(requests)
-            message.loss_fn, message.forward_only = "cross_entropy", forward_only
+            message.loss_fn, message.forward_only = loss.name, forward_only
+            for name, value in loss.settings.items():
+                message.loss_fn_config_v2[name].number = value
         message.data.append(datum)
         size += datum.ByteSize()
     if message is not None:

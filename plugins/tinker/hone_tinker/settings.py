@@ -23,6 +23,9 @@ class ServiceKeys(Config):
     url: str = setting("", "address of the service; empty: that in the environment variable TINKER_BASE_URL")
     base_model: str = setting("", "the service's name of the base model; empty: model.path")
     timeout_s: float = setting(600.0, "longest wait for one result, with all retries", unit="s", gt=0)
+    named_losses: bool = setting(
+        True, "send ppo, cispo and gspo by name where the service's is exactly the run's; false: one forward more"
+    )
     check_snapshot: bool = setting(True, "stop the run if a new sampler answers like the one before")
     prices: Prices | None = setting(
         None, "prices of the service, for the metric perf/remote_cost; null: tokens are counted only"

@@ -1,6 +1,7 @@
 """Losses as weights of tokens, settings that are refused, and requests as the protocol's own client parses them."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import subprocess
@@ -24,7 +25,8 @@ from hone.workers.train import TrainSpec
 from hone_tinker import connection
 from hone_tinker.engine import PROBE_LOGPROBS, SNAPSHOT, ServiceEngine
 from hone_tinker.gradients import check_needs, fixed_weights, targets, token_weights
-from hone_tinker.messages import DATUMS, Weighted, training_requests
+from hone_tinker.messages import DATUMS, cross_entropy, training_requests
+from hone_tinker.named_losses import differ, named_loss, named_weights
 from hone_tinker.rollout import ServiceRollout
 
 PYTHON = Path(__file__).parents[3] / ".venv-tinker/bin/python"
@@ -80,7 +82,7 @@ def test_weights_that_depend_on_the_mean_of_a_long_sequence_are_not_fixed(bound)
 
 def test_a_large_batch_is_several_requests_with_numbers_in_order():
     tokens = torch.tensor([5, 6, 7])
-    one = Weighted(tokens, tokens, torch.tensor([0.0, 0.5, 1.0]))
+    one = tokens, cross_entropy(tokens, torch.tensor([0.0, 0.5, 1.0]))
     found = [
         MESSAGES["ForwardBackwardRequest"].FromString(body)
         for body in training_requests("m", 7, [one] * (DATUMS + 1), forward_only=False)
@@ -88,6 +90,66 @@ def test_a_large_batch_is_several_requests_with_numbers_in_order():
     assert [(one.seq_id, len(one.data)) for one in found] == [(7, DATUMS), (8, 1)]
     weights = read_tensor(found[1].data[0].loss_fn_inputs["weights"], "weights", 10)
     assert weights.tolist() == [0.5, 1.0]
+
+
+def objective(**settings):
+    return PolicyObjective(build(AlgorithmConfig, settings, ""))
+
+
+OLD = [-1.0, -1.5, -0.5]
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CORRECTION = {"weights": "token", "truncate": 2.0}
+
+
+@pytest.mark.parametrize("loss", [{"name": "ppo", **CLIP}, {"name": "cispo", **CLIP}, {"name": "gspo", **CLIP}])
+@pytest.mark.parametrize("correction", [{}, CORRECTION], ids=["plain", "corrected"])
+def test_a_loss_that_the_service_has_is_sent_by_name_with_the_same_gradient(loss, correction):
+    batch = batch_of([1.0, -2.0, 0.5], old=OLD).with_(rollout_logprobs=torch.tensor([0, 0, -1.2, -1.4, -0.5]))
+    batch = batch.with_(loss_weights=torch.tensor([0.0, 0.0, 0.5, 0.25, 0.1]))
+    wanted = objective(loss=loss, correction=correction)
+    found = named_loss(wanted, batch)
+    assert found.name == loss["name"]
+    for by in (0.0, 0.1, 0.25, -0.3):
+        logprobs = torch.tensor([0.0, 0.0, *OLD]) + by
+        assert named_weights(found, batch, logprobs).tolist() == pytest.approx(
+            token_weights(wanted, batch, logprobs)[0].tolist(), rel=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": {"name": "ppo", "dual_clip": 3.0}},
+        {"loss": {"name": "sapo"}},
+        {"loss": "ppo", "kl": {"coef": 0.1, "where": "in_loss"}},
+        {"loss": "ppo", "correction": {"rejections": [{"statistic": "k3", "policy": "current", "high": 0.1}]}},
+    ],
+)
+def test_a_loss_that_the_service_has_not_is_not_sent_by_name(settings):
+    more = {"rollout_logprobs": torch.tensor([0, 0, *OLD]), "ref_logprobs": torch.zeros(5)}
+    assert named_loss(objective(**settings), batch_of([1.0, -2.0, 0.5], old=OLD).with_(**more)) is None
+
+
+def test_ratios_beyond_the_limit_of_hones_losses_are_noticed():
+    batch, wanted = batch_of([1.0, -2.0, 0.5], old=[-25.0, -25.0, -25.0]), objective(loss={"name": "ppo", **CLIP})
+    found, logprobs = named_loss(wanted, batch_of([1.0, -2.0, 0.5], old=OLD)), torch.tensor([0.0, 0.0, -1, -1, -1])
+    found = dataclasses.replace(found, inputs={**found.inputs, "logprobs": batch.old_logprobs})
+    weights, _ = token_weights(wanted, batch, logprobs)
+    assert differ(weights - named_weights(found, batch, logprobs), weights)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_a_step_of_a_named_loss_is_that_of_its_weights(server, key, base, name):
+    batch, wanted = batch_of([1.0, -2.0, 0.5], old=OLD), objective(loss={"name": name, **CLIP})
+    found = []
+    for named in (True, False):
+        engine = made(server, base, named_losses=named)
+        metrics = engine.train_batch(batch, wanted)
+        found.append(({name: one.value for name, one in metrics.items()}, engine.infer_batch(batch).logprobs))
+    (first, after), (second, other) = found
+    assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(after, other, rtol=1e-4, atol=1e-6)
+    assert (engine._seq, made(server, base)._seq) == (4, 0)  # by weights: forward, backward, step, forward
 
 
 def test_a_loss_of_more_than_log_probs_is_refused():
@@ -146,9 +208,9 @@ def test_a_service_that_is_not_there_is_an_error_in_time(monkeypatch):
         connection.connect("http://127.0.0.1:1", 0.5)
 
 
-def made(server, base):
+def made(server, base, **keys):
     """An engine with an adapter on the service."""
-    backend = {"name": "tinker", "url": server.url, "base_model": "tiny"}
+    backend = {"name": "tinker", "url": server.url, "base_model": "tiny", **keys}
     settings = {"backend": backend, "lora": {"rank": 4}, "optimizer": {"lr": 0.05}}
     spec = TrainSpec(ModelConfig(path=str(base)), build(EngineConfig, settings, "actor"), total_steps=9)
     engine = ServiceEngine(spec, "cpu")
@@ -233,7 +295,9 @@ def test_a_request_is_answered_by_the_sampler_of_its_version_after_later_ones_we
 
 PARSE = """
 import json, sys
+from typing import get_args
 import tinker.types as types
+from tinker.types import LossFnType
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
@@ -248,13 +312,15 @@ seen = set()
 for path, body in json.load(sys.stdin):
     if path == "forward_backward":
         message = messages.ForwardBackwardRequest.FromString(bytes.fromhex(body))
-        assert message.loss_fn == "cross_entropy" and message.seq_id > 0, message
+        assert message.loss_fn in get_args(LossFnType) and message.seq_id > 0, message
+        assert (message.loss_fn == "ppo") == bool(message.loss_fn_config_v2), message
         size = message.ByteSize()
         message.DiscardUnknownFields()
         assert message.ByteSize() == size, "a field that the client does not know"
         for datum in message.data:
             count = len(datum.model_input[0].encoded_text.tokens) // 4
-            assert sorted(datum.loss_fn_inputs) == ["target_tokens", "weights"], datum
+            inputs = ["advantages", "logprobs"] if message.loss_fn == "ppo" else ["weights"]
+            assert sorted(datum.loss_fn_inputs) == sorted(["target_tokens", *inputs]), datum
             assert all(list(one.shape) == [count] for one in datum.loss_fn_inputs.values()), datum
     else:
         CLASSES[path].model_validate(body)
@@ -284,6 +350,7 @@ def test_the_clients_own_classes_parse_every_request(server, base, tmp_path, mon
     monkeypatch.setitem(connection._connections, server.url, recording)
     engine, rollout, batch = made(server, base), ServiceRollout(None, None, None, "cpu", "one"), batch_of([1.0] * 3)
     engine.train_batch(batch, SftObjective())
+    engine.train_batch(batch_of([1.0] * 3, old=OLD), objective(loss={"name": "ppo", **CLIP}))
     with engine.disable_adapter():
         engine.infer_batch(batch)
     engine.save_checkpoint(tmp_path)
