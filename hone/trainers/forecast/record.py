@@ -21,6 +21,7 @@ from hone.models.settings import ModelConfig
 from hone.planner.devices import CPU, GIB, Machine, known_devices, this_machine
 from hone.platforms.base import current_platform
 from hone.platforms.host_memory import forget_peak
+from hone.registry import resolve
 from hone.runtime import ranks
 from hone.tracking.report.prediction import PEAKS_FILE, PREDICTION_FILE
 from hone.trainers.forecast.changes import changed, ways_to_fit
@@ -48,6 +49,8 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
             on_cpu = current_platform().device == CPU
+            if on_cpu and copy.actor.lora is not None:
+                resolve("hone.engines.lora.adapter:Adapter")  # PEFT's modules are held, too
             base = _held() if on_cpu else 0  # measuring a CPU takes memory itself
             launched = ranks.ranks()
             machine, given = this_machine(known_devices()), Given(base=base, ranks=launched if launched > 1 else 0)
