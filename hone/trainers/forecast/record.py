@@ -49,7 +49,7 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
             on_cpu = current_platform().device == CPU
-            if on_cpu and copy.actor.lora is not None:
+            if on_cpu and copy.actor.lora is not None and copy.actor.backend.computes_here:
                 resolve("hone.engines.lora.adapter:Adapter")  # PEFT's modules are held, too
             base = _held() if on_cpu else 0  # measuring a CPU takes memory itself
             launched = ranks.ranks()
