@@ -92,9 +92,9 @@ class HeldOut(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the converted model: `model` in the folder of a run of hone")
-    parser.add_argument("--steps", type=int, default=26)
+    parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 8 answers each")
-    parser.add_argument("--lr", type=float, default=4e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--every", type=int, default=4, help="steps between evaluations")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

