@@ -301,8 +301,8 @@ def _digits(value: Basic, of_symbol: float = 0.0) -> float:
 
 def _formula(text: str) -> tuple[Any, ...]:
     """A plain text that is one formula, as math-verify parses it; (): it cannot."""
-    value = number(text)
-    if value is not None:
+    before, _, last = text.rpartition("=")  # x = 1,000 is x = 1000
+    if not before.endswith("!") and "," not in before and number(last.strip()) is not None:
         text = text.replace(",", "")
     return _parse(f"\\boxed{{{text}}}")
 

@@ -184,7 +184,7 @@ TRIED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("_UNIT", "_JOINING", "2 without a name"), "numbers alone"),
     },
     "hone/rewards/answers/inequalities.py": dict.fromkeys(
-        ("_SIGNS", "_WRITTEN_SIGNS", "_BUILDER", "_JOINED"), "formulas"
+        ("_SIGNS", "_THOUSANDS", "_UNEQUAL", "_WRITTEN_SIGNS", "_BUILDER", "_JOINED"), "formulas"
     ),
     "hone/rewards/answers/words.py": dict.fromkeys(
         ("CLOCK", "TEXT", "_DATE", "_LETTERS", "_COMMANDS", "7 without a name"), "formulas"

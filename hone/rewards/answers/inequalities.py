@@ -26,6 +26,8 @@ _BUILDER = re.compile(
 )
 _JOINED = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox)\s?\{\s?(or|and)\s?\}|\\(lor|land|vee|wedge)\b|\b(or|and)\b)")
 _KINDS: dict[Kind, set[str]] = {"any": {"or", "lor", "vee"}, "all": {"and", "land", "wedge"}}
+_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_UNEQUAL = re.compile(r"≠|\\neq?(?![a-z])")  # it may have a list of numbers: x \ne 1,200 says two
 _MOST = 10  # inequalities of one answer
 _MOST_WORDS, _LONGEST = 60, 600  # of inequalities in running text
 _WRITTEN_SIGNS = re.compile(rf"[≤≥≠]|{_SIGNS.pattern}")
@@ -66,12 +68,16 @@ def conditions(text: str) -> tuple[list[str], Kind]:
 
     >>> conditions(r"x<1 \\text{ or } x>2"), conditions(r"\\{x : x<2\\}"), conditions("x>1, x<2"), conditions("(1, 2)")
     ((['x<1', 'x>2'], 'any'), (['x<2'], 'all'), (['x>1', 'x<2'], 'list'), ([], 'all'))
+    >>> conditions("x > 1,000"), conditions("x>1,y>2")
+    ((['x > 1000'], 'all'), (['x>1', 'y>2'], 'list'))
     """
     bare = text.replace("\\left", "").replace("\\right", "").replace("$", "").strip()
     builder = _BUILDER.fullmatch(bare)
     condition = builder[1].rstrip("\\") if builder else bare
     if not _SIGNS.search(condition):
         return [], "all"
+    if not _UNEQUAL.search(condition):
+        condition = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), condition)
     joints = {"".join(joint) for joint in _JOINED.findall(condition)}
     listed = [one.strip() for one in _JOINED.sub(",", condition).replace(";", ",").split(",") if one.strip()]
     kinds: set[Kind] = {name for name, words in _KINDS.items() if joints & words}
