@@ -97,14 +97,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns of several parties: who was served last comes last."""
+    """Turns of several parties: who was served last comes last, before newcomers.
+
+    Newcomers come after those who wait: a tenant who makes a new snapshot for each sample would always be first.
+    """
 
     order: tuple[str, ...] = ()
 
     def pick(self, ready: Collection[str]) -> tuple[Turns, str | None]:
-        """The party of `ready` that has waited longest; None if there is none."""
+        """The party of `ready` that was not served for longest; None if there is none."""
         newcomers = tuple(sorted(set(ready) - set(self.order)))
-        order = (*newcomers, *self.order)
+        order = (*self.order, *newcomers)
         chosen = next((one for one in order if one in ready), None)
         if chosen is None:
             return self, None
