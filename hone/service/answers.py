@@ -49,14 +49,9 @@ class Answers:
         request = Request(scope, receive)
         try:
             tenant = self._service.tenant(key_of(request))
-            if tenant is None:
-                raise Refused("the key is not valid: hone serve key add NAME makes one", 401)
             body = await read_body(request, self._service.config.limits.request_bytes)
             key = await self._session(tenant, body)
-        except BodyRefused as error:
-            await refusal(BadRequest(str(error), 413))(scope, receive, send)
-            return
-        except Refused as error:
+        except (Refused, BodyRefused) as error:
             await refusal(error)(scope, receive, send)
             return
         others = [one for one in scope["headers"] if one[0] not in (b"authorization", b"x-api-key")]

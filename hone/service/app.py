@@ -38,6 +38,11 @@ FLAGS = {  # of the client: the defaults of its SDK, said aloud
     "custom_loss_server_side": False,
     "sample_join_sampling_session": False,
 }
+FIXED: dict[str, Any] = {  # answers to every client
+    "client/config": FLAGS,
+    "client/dynamic_config": {"refresh_interval_sec": 300, "sample_cancel_enabled": False},
+    "telemetry": {"status": "accepted"},  # and not kept
+}
 NOT_SERVED = {  # path -> what to do instead
     "create_custom_loss": "forward_backward_custom computes custom losses in the client",
     "copy_weights": "load a checkpoint into a new model and save it there",
@@ -59,7 +64,9 @@ def key_of(request: Request) -> str:
     return request.headers.get("x-api-key") or bearer_token(request.scope)
 
 
-def refusal(error: Refused) -> JSONResponse:
+def refusal(error: Refused | BodyRefused) -> JSONResponse:
+    if isinstance(error, BodyRefused):
+        error = BadRequest(str(error), 413)
     return JSONResponse({"error": str(error), "category": error.category}, error.status)
 
 
@@ -85,9 +92,7 @@ class ServiceApp:
 
     def _posts(self) -> dict[str, Handler]:
         return {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
-            "telemetry": self._telemetry,
+            **{path: partial(self._say, answer) for path, answer in FIXED.items()},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session_id}/finish": self._finish,
@@ -108,10 +113,8 @@ class ServiceApp:
         async def answering(request: Request) -> Response:
             try:
                 found = await handler(await self._call(request, public, raw))
-            except Refused as error:
+            except (Refused, BodyRefused) as error:
                 return refusal(error)
-            except BodyRefused as error:
-                return refusal(BadRequest(str(error), 413))
             except Exception:
                 LOG.exception("%s %s failed", method, path)
                 return refusal(Unavailable("the service failed; its log says why"))
@@ -125,8 +128,6 @@ class ServiceApp:
         if public:
             return Call(NOBODY, request, None, path)
         tenant = self._service.tenant(key_of(request))
-        if tenant is None:
-            raise Refused("the key is not valid: hone serve key add NAME makes one", 401)
         if raw or request.method not in ("POST", "PUT"):
             return Call(tenant, request, None, path)
         text = await read_body(request, self._service.config.limits.request_bytes)
@@ -139,6 +140,9 @@ class ServiceApp:
     async def _unknown(self, path: str) -> Response:
         return refusal(NotFound(f"/{path} is not served here"))
 
+    async def _say(self, answer: Any, call: Call) -> Any:
+        return answer
+
     async def _refuse(self, why: str, call: Call) -> Any:
         raise BadRequest(why)
 
@@ -148,15 +152,6 @@ class ServiceApp:
         if (error := self._service.failed()) is not None:
             raise Unavailable(f"the service failed: {error}")
         return {"status": "ok"}
-
-    async def _client_config(self, call: Call) -> Any:
-        return FLAGS
-
-    async def _dynamic_config(self, call: Call) -> Any:
-        return {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
-
-    async def _telemetry(self, call: Call) -> Any:
-        return {"status": "accepted"}  # and not kept
 
     async def _capabilities(self, call: Call) -> Any:
         shared = self._service.shared
@@ -188,7 +183,21 @@ class ServiceApp:
         return {"request_id": request_id, "model_id": f"{session.id}:train:{message.model_seq_id}"}
 
     async def _get_info(self, call: Call) -> Any:
-        return self._service.info(call.tenant, read(messages.ModelOf, call.body).model_id)
+        row = self._service.training.model(call.tenant.name, read(messages.ModelOf, call.body).model_id).row
+        lora, shared = row.lora_config, self._service.shared
+        return {
+            "type": "get_info",
+            "model_id": row.id,
+            "model_name": shared.base_name,
+            "model_data": {
+                "arch": shared.machine.rollout.architecture,
+                "model_name": shared.base_name,
+                "tokenizer_id": shared.tokenizer_folder,
+            },
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora["rank"],
+            "optimizer_config": {"type": "adamw"},
+        }
 
     def _command(self, cls: type[messages.Command], kind: str) -> Handler:
         """A route that takes a command of a model. What is wrong in it, beyond its place, is its result."""
@@ -245,6 +254,7 @@ class ServiceApp:
                 "request_id": message.request_id,
                 "response_payload_size": len(found.body),
             }
+        futures.note_fetched(message.request_id)
         return Response(found.body, media_type=found.media)
 
     # --------------------------------------------------------------------------------------------------- sampling

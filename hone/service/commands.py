@@ -17,31 +17,17 @@ from typing import Any, TypeVar
 
 from hone.service.disk.checkpoints import EXTERNAL, SAMPLING, STATE, Checkpoints, Saving, flush
 from hone.service.disk.registry import NOBODY, Checkpoint, CommandRow, Key, Model, SnapshotRow
-from hone.service.futures import JSON, PROTOBUF, Outcome
+from hone.service.futures import JSON, PROTOBUF, Done, Outcome
 from hone.service.models import TRAIN, Models
 from hone.service.protocol import messages
 from hone.service.protocol.refusals import BadRequest, Refused
 from hone.service.protocol.wire import TrainingRequest, read_training
 from hone.service.shared import Shared
-from hone.workers.tenants.training import AdamStep
+from hone.workers.tenants.training import AdamStep, TenantModel
 from hone.workers.tenants.work import Work
 
 LOG = logging.getLogger(__name__)
 R = TypeVar("R")
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The end of a command."""
-
-    outcome: Outcome
-    commit: Callable[[], None] = _nothing  # rows, in the transaction of the result
-    after: Callable[[], None] = _nothing
-    replays: bool = False  # whether its content is needed to take the model up again
 
 
 ENDED = Done(Outcome(error="the session has ended", category="user"))
@@ -113,6 +99,7 @@ class Commands:
             LOG.exception("command %s of %s failed", command.number, model.id)
             found = Outcome.failed(error)
             await self._models.close(model.id)  # ahead of the disk: the next command takes up what is there
+            self._checkpoints.remove_orphans()  # what it has written so far
         if command.kind == TRAIN:
             self._models.note_failure(model.id, command.number, found.error)
         return Done(found)
@@ -146,9 +133,8 @@ class Commands:
     async def _loaded(self, model: Model, command: CommandRow, checkpoint: Checkpoint, optimizer: bool) -> Done:
         folder = self._checkpoints.folder_named(checkpoint.folder)
         await self._models.load(model, folder, optimizer)
-        state = await self._models.write_state(model, command.number)
         found = reply("load_weights", path=checkpoint.path, model_id=model.id)
-        return Done(found, state.commit, state.after)
+        return await self._models.write_state(model, command.number, found)
 
     async def _prepared(self, turn: Turn) -> Work:
         work = await asyncio.to_thread(self._models.packed, await self._request(turn))
@@ -174,10 +160,9 @@ class Commands:
         if (broken := await self._models.take_failure(model.id)) is not None:
             raise BadRequest(f"no step was made, and the gradients since the last one were dropped, because {broken}")
         step = AdamStep(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm)
-        found = await self._machine.call(self._machine.step, model.id, step)
-        state = await self._models.write_state(model, command.number)
+        found = await self._machine.of(model.id, TenantModel.step, step)
         metrics = {"skipped:sum": found["skipped"]} | ({"grad_norm:mean": found["norm"]} if "norm" in found else {})
-        return Done(reply("optim_step", metrics=metrics), state.commit, state.after)
+        return await self._models.write_state(model, command.number, reply("optim_step", metrics=metrics))
 
     async def _complete(self, model: Model, saving: Saving, folder: Path, digest: str = "") -> Checkpoint:
         """The row of files that are written. Raises BadRequest, without them, if the tenant has no room for them."""
@@ -200,7 +185,7 @@ class Commands:
         saving = Saving(STATE, name, message.ttl_seconds, json.dumps(message.user_metadata), message.overwrite)
         self._checkpoints.check_free(model, saving)
         folder = self._checkpoints.new_folder()
-        await self._machine.call(self._machine.save, model.id, folder)
+        await self._machine.of(model.id, TenantModel.save, folder)
         row = await self._complete(model, saving, folder)
         old = self._registry.one(Checkpoint, "path = ?", (row.path,))
         return Done(
@@ -214,7 +199,7 @@ class Commands:
         saving = Saving(SAMPLING, message.path or "", message.ttl_seconds, json.dumps(message.user_metadata))
         if message.path is not None:
             self._checkpoints.check_free(model, saving)
-        snapshot = await self._machine.call(self._machine.snapshot, model.id, self._checkpoints.new_folder())
+        snapshot = await self._machine.of(model.id, TenantModel.snapshot, self._checkpoints.new_folder())
         if message.path is not None:
             row = await self._complete(model, saving, snapshot.folder, snapshot.digest)
             return Done(reply("save_weights_for_sampler", path=row.path), lambda: self._registry.put(row))
@@ -255,7 +240,7 @@ class Commands:
         saving = Saving(EXTERNAL, message.path, message.ttl_seconds)
         self._checkpoints.check_free(model, saving)
         folder = self._checkpoints.new_folder()
-        await self._machine.call(self._machine.export, model.id, folder)
+        await self._machine.of(model.id, TenantModel.export, folder)
         row = await self._complete(model, saving, folder)
         return Done(
             reply("save_weights_external", path=row.path, size_bytes=row.bytes), lambda: self._registry.put(row)

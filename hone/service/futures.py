@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hone.service.protocol.refusals import BadRequest, Gone, Refused
+from hone.service.protocol.refusals import BadRequest, Busy, Gone, Refused
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
@@ -27,24 +29,57 @@ class Outcome:
         return cls(error=f"{type(error).__name__}: {error}", category="server")
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a command."""
+
+    outcome: Outcome
+    commit: Callable[[], None] = lambda: None  # rows, in the transaction of the result
+    after: Callable[[], None] = lambda: None
+    replays: bool = False  # whether its content is needed to take the model up again
+
+
 @dataclass(slots=True)
 class _Entry:
     tenant: str
     digest: str  # of the request's content, where its number is no command's
+    size: int  # bytes of the request, then of its result
     outcome: Outcome | None = None
     ended: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     announced: bool = False  # its size was told
+    fetched: bool = False
 
 
 class Futures:
     """The results of one service, by request id."""
 
-    def __init__(self, kept_s: float) -> None:
-        self._kept_s = kept_s
+    def __init__(self, kept_s: float, most_bytes: int) -> None:
+        self._kept_s, self._most = kept_s, most_bytes
         self._entries: dict[str, _Entry] = {}
+        self._held: Counter[str] = Counter()  # tenant -> bytes of its requests that wait, and of its results
 
-    def open(self, request_id: str, tenant: str, anew: bool = False, digest: str = "") -> bool:
+    def make_room(self, tenant: str, size: int) -> list[str]:
+        """Drop results that a tenant has fetched, the oldest first, until `size` bytes more fit; returns their ids.
+
+        Raises Busy, and drops nothing, if they do not fit even then.
+        """
+        chosen, left = [], self._held[tenant] + size - self._most
+        for name, one in self._entries.items() if left > 0 else ():
+            if left > 0 and one.tenant == tenant and one.fetched:
+                chosen.append(name)
+                left -= one.size
+        if left > 0:
+            raise Busy(f"{tenant} has {self._held[tenant]:,} bytes in waiting requests and results: fetch the results")
+        for name in chosen:
+            self._drop(name)
+        return chosen
+
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id)
+        self._held[entry.tenant] -= entry.size
+
+    def open(self, request_id: str, tenant: str, anew: bool = False, digest: str = "", size: int = 0) -> bool:
         """Begin a result; returns False if there is one of this id. `anew`: one that has ended gives way.
 
         Raises BadRequest if it is of another content.
@@ -54,13 +89,18 @@ class Futures:
             raise BadRequest(f"{request_id} was used for another request")
         if entry is not None and not (anew and entry.outcome is not None):
             return False
-        self._entries[request_id] = _Entry(tenant, digest)
+        if entry is not None:
+            self._drop(request_id)
+        self._entries[request_id] = _Entry(tenant, digest, size)
+        self._held[tenant] += size
         return True
 
     def resolve(self, request_id: str, outcome: Outcome) -> None:
         entry = self._entries.get(request_id)
         if entry is not None and entry.outcome is None:
             entry.outcome, entry.ended = outcome, time.monotonic()
+            self._held[entry.tenant] += len(outcome.body) - entry.size
+            entry.size = len(outcome.body)
             entry.done.set()
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
@@ -76,6 +116,9 @@ class Futures:
                 return None
         return entry.outcome
 
+    def note_fetched(self, request_id: str) -> None:
+        self._entries[request_id].fetched = True
+
     def announce(self, request_id: str) -> bool:
         """Return whether the size of a result is still to be told, and note that it is."""
         entry = self._entries[request_id]
@@ -87,5 +130,5 @@ class Futures:
         before = time.monotonic() - self._kept_s
         old = [name for name, one in self._entries.items() if one.outcome is not None and one.ended < before]
         for name in old:
-            del self._entries[name]
+            self._drop(name)
         return old

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import FileResponse
 
-from hone.service.disk.checkpoints import EXTERNAL, described, path_of, stamp
-from hone.service.disk.registry import Checkpoint, Key
+from hone.service.disk.checkpoints import EXTERNAL, SAMPLING, STATE, described, path_of, stamp
+from hone.service.disk.registry import Checkpoint, Key, Model, SnapshotRow
 from hone.service.protocol import messages
 from hone.service.protocol.messages import read
-from hone.service.protocol.refusals import BadRequest
+from hone.service.protocol.refusals import BadRequest, NotFound
 from hone.service.service import Service
 
 PAGE = 20  # rows of a list, unless a client asks for another number
@@ -46,7 +47,7 @@ class Listings:
     """Handlers of these routes."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._registry = service, service.registry
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of each."""
@@ -66,7 +67,14 @@ class Listings:
         ]
 
     async def _session(self, call: Call) -> Any:
-        return self._service.described_session(call.tenant, call.path["session_id"])
+        found = self._service.any_session(call.tenant, call.path["session_id"])
+        facts = json.loads(found.facts)
+        return {
+            "training_run_ids": [one.id for one in self._registry.find(Model, "session = ?", (found.id,))],
+            "sampler_ids": [one.id for one in self._registry.find(SnapshotRow, "session = ?", (found.id,))],
+            "user_metadata": facts["user_metadata"],
+            "display_name": facts["display_name"],
+        }
 
     async def _sampling_session(self, call: Call) -> Any:
         row = self._service.sampling.session(call.tenant.name, call.path["session_id"])
@@ -77,18 +85,45 @@ class Listings:
         }
 
     async def _runs(self, call: Call) -> Any:
-        return self._service.runs(call.tenant, *call.page())
+        return self._page(call, Model, "training_runs", self._described_run)
 
     async def _run(self, call: Call) -> Any:
-        return self._service.run(call.tenant, call.path["run"])
+        row = self._registry.one(Model, "id = ? AND tenant = ?", (call.path["run"], call.tenant.name))
+        if row is None:
+            raise NotFound(f"there is no training run {call.path['run']!r:.200}")
+        return self._described_run(row)
 
     async def _checkpoints_of_run(self, call: Call) -> Any:
-        self._service.run(call.tenant, call.path["run"])
+        await self._run(call)
         found = self._service.checkpoints.of_run(call.tenant.name, call.path["run"])
         return {"checkpoints": [described(one) for one in found], "cursor": None}
 
     async def _checkpoints(self, call: Call) -> Any:
-        return self._service.list_checkpoints(call.tenant, *call.page())
+        return self._page(call, Checkpoint, "checkpoints", described)
+
+    def _page(self, call: Call, cls: type[Any], name: str, describe: Callable[[Any], Any]) -> dict[str, Any]:
+        """The rows of a tenant that a request asks for, the newest first, and where they are in the whole list."""
+        limit, offset = call.page()
+        rows = self._registry.find(cls, "tenant = ? ORDER BY created DESC", (call.tenant.name,))
+        cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
+        return {name: [describe(one) for one in rows[offset : offset + limit]], "cursor": cursor}
+
+    def _described_run(self, row: Model) -> dict[str, Any]:
+        last: dict[str, Checkpoint] = {one.kind: one for one in self._service.checkpoints.of_run(row.tenant, row.id)}
+        state, snapshot = last.get(STATE), last.get(SAMPLING)
+        lora = row.lora_config
+        return {
+            "training_run_id": row.id,
+            "base_model": self._service.shared.base_name,
+            "model_owner": row.tenant,
+            "is_lora": lora is not None,
+            "corrupted": False,
+            "lora_rank": None if lora is None else lora["rank"],
+            "last_request_time": stamp(row.used),
+            "last_checkpoint": None if state is None else described(state),
+            "last_sampler_checkpoint": None if snapshot is None else described(snapshot),
+            "user_metadata": json.loads(row.metadata),
+        }
 
     def _checkpoint(self, call: Call) -> Checkpoint:
         path = path_of(call.path["run"], call.path["kind"], call.path["name"])
@@ -118,4 +153,14 @@ class Listings:
         return FileResponse(self._service.checkpoints.exported_file(call.path["secret"], call.path["name"]))
 
     async def weights_info(self, call: Call) -> Any:
-        return self._service.weights_info(call.tenant, read(messages.WeightsInfo, call.body).tinker_path)
+        path = read(messages.WeightsInfo, call.body).tinker_path
+        lora = json.loads(self._service.checkpoints.find(call.tenant.name, path).lora)
+        adapted = {} if lora is None else {name: lora[name] for name in ("train_mlp", "train_attn")}
+        return {
+            "base_model": self._service.shared.base_name,
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora["rank"],
+            "optimizer_config": {"type": "adamw"},
+            **adapted,
+            "train_unembed": False,
+        }

@@ -13,8 +13,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.tokenizer import load_tokenizer
@@ -23,10 +22,11 @@ from hone.service.settings import ServeConfig
 from hone.workers.tenants.sampling import SnapshotRollout
 from hone.workers.tenants.served import ServedRollout
 from hone.workers.tenants.shared_forward import SharedForward
-from hone.workers.tenants.training import AdamStep, Base, Snapshot, TenantModel
+from hone.workers.tenants.training import Base, TenantModel
 from hone.workers.tenants.work import Work
 
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 STOP_S = 10.0
 SERVERS = "servers"  # logs, in the folder of a service
 
@@ -77,6 +77,10 @@ class Machine:
             return work(*arguments)
 
         return await self.run(run())
+
+    async def of(self, model_id: str, verb: Callable[[TenantModel, *Ts], R], *arguments: *Ts) -> R:
+        """Run a method of an open model on the thread."""
+        return await self.call(lambda: verb(self.models[model_id], *arguments))
 
     async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine on the thread's loop; a caller that is cancelled cancels it."""
@@ -133,24 +137,6 @@ class Machine:
             _reply(work, own[tenant, work.loss.asks]) if model_id in self.models else None
             for tenant, model_id, work in works
         ]
-
-    def step(self, model_id: str, step: AdamStep) -> dict[str, float]:
-        return self.models[model_id].step(step)
-
-    def clear_gradients(self, model_id: str) -> None:
-        self.models[model_id].clear_gradients()
-
-    def save(self, model_id: str, folder: Path) -> None:
-        self.models[model_id].save(folder)
-
-    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        self.models[model_id].load(folder, optimizer)
-
-    def snapshot(self, model_id: str, folder: Path) -> Snapshot:
-        return self.models[model_id].snapshot(folder)
-
-    def export(self, model_id: str, folder: Path) -> None:
-        self.models[model_id].export(folder)
 
 
 def _reply(work: Work, models: int = 0) -> bytes:

@@ -6,29 +6,21 @@ restart:  last state --> gradients of the commands since, once more --> the comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hone.engines.settings import LoraConfig
 from hone.service.disk.checkpoints import Checkpoints
 from hone.service.disk.registry import CommandRow, Model
+from hone.service.futures import Done, Outcome
 from hone.service.protocol.data import pack_request
 from hone.service.protocol.refusals import BadRequest, Gone
 from hone.service.protocol.wire import TrainingRequest, read_training
 from hone.service.shared import Shared
-from hone.workers.tenants.training import adapter_targets
+from hone.workers.tenants.training import TenantModel, adapter_targets
 from hone.workers.tenants.work import Work
 
 TRAIN = "train"  # kind of a forward_backward command
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The state of a model that was written after a command."""
-
-    commit: Callable[[], None]  # rows, in the transaction of the command's result
-    after: Callable[[], None]  # removes the state before
 
 
 class Models:
@@ -69,12 +61,12 @@ class Models:
         await self._machine.call(self._machine.close, model_id)
 
     async def load(self, model: Model, folder: Path, optimizer: bool) -> None:
-        await self._machine.call(self._machine.load, model.id, folder, optimizer)
+        await self._machine.of(model.id, TenantModel.load, folder, optimizer)
         self._broken.pop(model.id, None)
 
     async def drop_gradients(self, model_id: str) -> None:
         self._broken.pop(model_id, None)
-        await self._machine.call(self._machine.clear_gradients, model_id)
+        await self._machine.of(model_id, TenantModel.clear_gradients)
 
     async def take_failure(self, model_id: str) -> str | None:
         """Why no step can be made with the gradients since the last one, which are dropped then; None: it can."""
@@ -125,14 +117,14 @@ class Models:
             elif one.kind == "optim_step":  # one that failed: the later ones are in the state
                 await self.drop_gradients(model.id)
 
-    async def write_state(self, model: Model, number: int) -> State:
-        """Write the state of a model after a command."""
+    async def write_state(self, model: Model, number: int, outcome: Outcome) -> Done:
+        """Write the state of a model after a command; returns the command's end, which removes the state before."""
         folder = self._checkpoints.new_folder()
-        await self._machine.call(self._machine.save, model.id, folder)
+        await self._machine.of(model.id, TenantModel.save, folder)
         row = replace(model, state_after=number, state_folder=folder.name)
 
         def commit() -> None:
             self._registry.put(row)
             self._registry.change(CommandRow, "body = NULL", "model = ? AND number <= ?", (row.id, number))
 
-        return State(commit, lambda: self._checkpoints.discard(model.state_folder))
+        return Done(outcome, commit, lambda: self._checkpoints.discard(model.state_folder))

@@ -133,8 +133,9 @@ class Sampling:
         self._check_room(tenant.name)
         ids = [f"{request_id}:{number}" for number in range(message.num_samples)]
         snapshot = self._opened(row)
-        digest = sha256(message.model_dump_json().encode()).hexdigest()
-        if self._futures.open(request_id, tenant.name, digest=digest):
+        text = message.model_dump_json().encode()
+        self._shared.make_room(tenant.name, len(text))
+        if self._futures.open(request_id, tenant.name, digest=sha256(text).hexdigest(), size=len(text)):
             self._ask(request_id, row, snapshot, message)
         return request_id, ids
 

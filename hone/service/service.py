@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import logging
 import secrets
 import time
@@ -12,15 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from hone.config import ConfigError
+from hone.full_disk import do_not_wait
 from hone.service.commands import Commands
-from hone.service.disk.checkpoints import SAMPLING, STATE, Checkpoints, described, stamp
+from hone.service.disk.checkpoints import Checkpoints
 from hone.service.disk.keys import tenant_of
-from hone.service.disk.registry import REGISTRY_FILE, Checkpoint, Key, Model, Registry, Session, SnapshotRow
+from hone.service.disk.registry import DISK_ERRORS, REGISTRY_FILE, Key, Registry, Session
 from hone.service.futures import Futures
 from hone.service.machine import Machine
 from hone.service.models import Models
 from hone.service.protocol import messages
-from hone.service.protocol.refusals import Gone, NotFound
+from hone.service.protocol.refusals import Gone, NotFound, Refused
 from hone.service.quotas import Quotas
 from hone.service.sampling import Sampling
 from hone.service.settings import ServeConfig
@@ -54,9 +54,10 @@ class Service:
                 f"folder: another process serves {self.config.root}; end it, or name another folder"
             ) from error
         await self.machine.start()
+        do_not_wait()
         self.registry = registry = Registry(self.config.root / REGISTRY_FILE)
-        self.shared = Shared(self.config, self.machine, registry, Futures(self.config.limits.result_s), Quotas())
-        self.futures = self.shared.futures
+        self.futures = Futures(self.config.limits.result_s, self.config.limits.held_bytes)
+        self.shared = Shared(self.config, self.machine, registry, self.futures, Quotas())
         LOG.info("clients may call the base model %s", ", ".join(self.shared.names))
         self.checkpoints = Checkpoints(self.shared)
         if orphans := self.checkpoints.remove_orphans():
@@ -98,11 +99,12 @@ class Service:
         ended = [task for task in self._tasks if task.done() and not task.cancelled()]
         return ended[0].exception() if ended else None
 
-    def tenant(self, key: str) -> Key | None:
-        """The tenant of a key; None: it is not valid."""
+    def tenant(self, key: str) -> Key:
+        """The tenant of a key. Raises Refused if it is not valid."""
         found = tenant_of(self.registry, key)
-        if found is not None:
-            self.shared.quotas.know(found)
+        if found is None:
+            raise Refused("the key is not valid: hone serve key add NAME makes one", 401)
+        self.shared.quotas.know(found)
         return found
 
     # ------------------------------------------------------------------------------------------------- sessions
@@ -119,11 +121,16 @@ class Service:
             "info_message": f"hone serve: adapters have alpha {alpha:g}, and none on the unembedding",
         }
 
-    def session(self, tenant: Key, session_id: str) -> Session:
-        """A tenant's session that goes on. Raises NotFound, or Gone if it has ended."""
+    def any_session(self, tenant: Key, session_id: str) -> Session:
+        """A tenant's session, also if it has ended. Raises NotFound."""
         found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
         if found is None:
             raise NotFound(f"there is no session {session_id!r:.200}")
+        return found
+
+    def session(self, tenant: Key, session_id: str) -> Session:
+        """A tenant's session that goes on. Raises NotFound, or Gone if it has ended."""
+        found = self.any_session(tenant, session_id)
         if found.ended:
             raise Gone(f"the session has ended: {found.ended}")
         return found
@@ -133,10 +140,7 @@ class Service:
 
     async def finish(self, tenant: Key, session_id: str, why: str) -> None:
         """End a session: its models and its own snapshots go, its checkpoints stay. Again is fine."""
-        found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
-        if found is None:
-            raise NotFound(f"there is no session {session_id!r:.200}")
-        if not found.ended:
+        if not self.any_session(tenant, session_id).ended:
             await self._end(session_id, why)
 
     async def _end(self, session_id: str, why: str) -> None:
@@ -150,86 +154,13 @@ class Service:
         while True:
             await asyncio.sleep(LOOK_S)
             limit = time.monotonic() - self.config.limits.session_s
-            for session_id in [name for name, seen in self._seen.items() if seen < limit]:
-                await self._end(session_id, f"no heartbeat came for {self.config.limits.session_s:g} s")
-            self.training.give_up_gaps()
-            self.futures.forget_old()
-            self.training.forget_old()
-            for folder in self.checkpoints.sweep():
-                self.sampling.retire(folder)
-
-    def described_session(self, tenant: Key, session_id: str) -> dict[str, Any]:
-        found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
-        if found is None:
-            raise NotFound(f"there is no session {session_id!r:.200}")
-        facts = json.loads(found.facts)
-        return {
-            "training_run_ids": [one.id for one in self.registry.find(Model, "session = ?", (session_id,))],
-            "sampler_ids": [one.id for one in self.registry.find(SnapshotRow, "session = ?", (session_id,))],
-            "user_metadata": facts["user_metadata"],
-            "display_name": facts["display_name"],
-        }
-
-    # ------------------------------------------------------------------------------------------------ descriptions
-
-    def info(self, tenant: Key, model_id: str) -> dict[str, Any]:
-        row = self.training.model(tenant.name, model_id).row
-        lora, name = row.lora_config, self.shared.base_name
-        return {
-            "type": "get_info",
-            "model_id": model_id,
-            "model_name": name,
-            "model_data": {
-                "arch": self.machine.rollout.architecture,
-                "model_name": name,
-                "tokenizer_id": self.shared.tokenizer_folder,
-            },
-            "is_lora": lora is not None,
-            "lora_rank": None if lora is None else lora["rank"],
-            "optimizer_config": {"type": "adamw"},
-        }
-
-    def weights_info(self, tenant: Key, path: str) -> dict[str, Any]:
-        lora = json.loads(self.checkpoints.find(tenant.name, path).lora)
-        adapted = {} if lora is None else {name: lora[name] for name in ("train_mlp", "train_attn")}
-        return {
-            "base_model": self.shared.base_name,
-            "is_lora": lora is not None,
-            "lora_rank": None if lora is None else lora["rank"],
-            "optimizer_config": {"type": "adamw"},
-            **adapted,
-            "train_unembed": False,
-        }
-
-    def run(self, tenant: Key, run_id: str) -> dict[str, Any]:
-        row = self.registry.one(Model, "id = ? AND tenant = ?", (run_id, tenant.name))
-        if row is None:
-            raise NotFound(f"there is no training run {run_id!r:.200}")
-        return self._described_run(row)
-
-    def runs(self, tenant: Key, limit: int, offset: int) -> dict[str, Any]:
-        rows = self.registry.find(Model, "tenant = ? ORDER BY created DESC", (tenant.name,))
-        cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
-        return {"training_runs": [self._described_run(one) for one in rows[offset : offset + limit]], "cursor": cursor}
-
-    def _described_run(self, row: Model) -> dict[str, Any]:
-        last: dict[str, Checkpoint] = {one.kind: one for one in self.checkpoints.of_run(row.tenant, row.id)}
-        state, snapshot = last.get(STATE), last.get(SAMPLING)
-        lora = row.lora_config
-        return {
-            "training_run_id": row.id,
-            "base_model": self.shared.base_name,
-            "model_owner": row.tenant,
-            "is_lora": lora is not None,
-            "corrupted": False,
-            "lora_rank": None if lora is None else lora["rank"],
-            "last_request_time": stamp(row.used),
-            "last_checkpoint": None if state is None else described(state),
-            "last_sampler_checkpoint": None if snapshot is None else described(snapshot),
-            "user_metadata": json.loads(row.metadata),
-        }
-
-    def list_checkpoints(self, tenant: Key, limit: int, offset: int) -> dict[str, Any]:
-        rows = self.registry.find(Checkpoint, "tenant = ? ORDER BY created DESC", (tenant.name,))
-        cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
-        return {"checkpoints": [described(one) for one in rows[offset : offset + limit]], "cursor": cursor}
+            try:
+                for session_id in [name for name, seen in self._seen.items() if seen < limit]:
+                    await self._end(session_id, f"no heartbeat came for {self.config.limits.session_s:g} s")
+                self.training.give_up_gaps()
+                self.futures.forget_old()
+                self.training.forget_old()
+                for folder in self.checkpoints.sweep():
+                    self.sampling.retire(folder)
+            except DISK_ERRORS:
+                LOG.exception("what has expired stays until the disk has room")

@@ -78,6 +78,9 @@ class LimitsConfig(Config):
     )
     models: int = setting(16, "models that a tenant may have open", ge=1)
     sampling_requests: int = setting(2048, "sampling requests of a tenant that wait; more get 429", ge=1)
+    held_bytes: int = setting(
+        1 << 30, "a tenant's requests that wait and its results; more get 429", unit="bytes", ge=1 << 20
+    )
     samples: int = setting(1024, "most samples of one request", ge=1)
     result_s: float = setting(1800.0, "results are kept so long for a client that does not ask", unit="s", gt=0)
     gap_s: float = setting(900.0, "commands behind one that never came fail after this", unit="s", gt=0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hone.service.disk.registry import Registry
+from hone.service.disk.registry import CommandRow, Registry
 from hone.service.futures import Futures
 from hone.service.machine import Machine
 from hone.service.protocol.refusals import BadRequest
@@ -40,6 +40,13 @@ class Shared:
     @property
     def base_name(self) -> str:
         return self.names[0]
+
+    def make_room(self, tenant: str, size: int) -> None:
+        """Have `limits.held_bytes` leave room for a tenant's request of `size` bytes. Raises Busy."""
+        for request_id in self.futures.make_room(tenant, size):
+            model, _, number = request_id.rpartition(":")
+            if number.isdecimal():  # a command's result; others are in memory only
+                self.registry.change(CommandRow, "result = NULL", "model = ? AND number = ?", (model, int(number)))
 
     def check_base(self, name: str | None) -> None:
         """Raise BadRequest unless a client's name of the base model is known."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -19,16 +20,17 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from hone.schedule.lanes import Lane, NestedTurns, Verdict
-from hone.service.commands import ENDED, Commands, Done, Turn
+from hone.service.commands import ENDED, Commands, Turn
 from hone.service.disk.checkpoints import Checkpoints
-from hone.service.disk.registry import Checkpoint, CommandRow, Key, Model, Session
-from hone.service.futures import Outcome
+from hone.service.disk.registry import DISK_ERRORS, Checkpoint, CommandRow, Key, Model, Session
+from hone.service.futures import Done, Outcome
 from hone.service.models import TRAIN, Models
 from hone.service.protocol.messages import CreateModel, LoadWeights
 from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound, Refused
 from hone.service.protocol.wire import TrainingRequest
 from hone.service.shared import Shared
 
+LOG = logging.getLogger(__name__)
 REMEMBERED = 256  # ended commands of a model whose repetition is recognised
 HELD_S = 1.0  # between two looks at whether a tenant may go on
 CREATE = "create"
@@ -47,6 +49,7 @@ class _Open:
     row: Model
     lane: Lane
     gap_since: float | None = None  # when the first of its commands began to wait for one that had not come
+    unwritten: tuple[CommandRow, Done] | None = None  # a command whose end the disk had no room for
 
 
 class Training:
@@ -113,9 +116,12 @@ class Training:
             refusal, why = REFUSED[verdict]
             raise refusal(f"seq_id {number} of {model_id} {why}")
         if verdict is Verdict.QUEUED:
+            if number != found.lane.next:  # the one that the others wait for is always taken
+                self._shared.make_room(tenant.name, len(body))
             self._registry.put(CommandRow(model_id, number, kind, digest, body, None, "", "", "", 0.0))
             found.lane = lane
-            self._futures.open(request_id, tenant.name, anew=number == 0)  # a model that could not be made, once more
+            anew = number == 0  # a model that could not be made, once more
+            self._futures.open(request_id, tenant.name, anew, size=len(body))
             self._wake.set()
         return request_id
 
@@ -142,6 +148,9 @@ class Training:
     async def run(self) -> None:
         """Run the commands that are ready, one at a time, until cancelled."""
         while True:
+            for one in list(self._models.values()):
+                if one.unwritten is not None:
+                    await self._end(one, *one.unwritten)
             models = self._next_round()
             if models:
                 await self._execute(models)
@@ -149,9 +158,9 @@ class Training:
                 await self._something_new()
 
     async def _something_new(self) -> None:
-        """Wait for a command, and a second at most for one whose tenant has used up its tokens of the minute."""
+        """Wait for a command; a second at most if a tenant has used up its tokens of the minute or the disk is full."""
         self._wake.clear()
-        held = any(one.lane.ready is not None for one in self._models.values())
+        held = any(one.lane.ready is not None or one.unwritten is not None for one in self._models.values())
         with suppress(TimeoutError):
             async with asyncio.timeout(HELD_S if held else None):
                 await self._wake.wait()
@@ -194,35 +203,49 @@ class Training:
         return Turn(model.row, command, self.parsed.pop(f"{model.row.id}:{number}", None))
 
     async def _end(self, model: _Open, command: CommandRow, done: Done) -> None:
-        number = command.number
+        """Write the result of a command, and tell it.
+
+        Without room on the disk the command fails, and the model's next one waits until that is written: the command
+        would run again after a restart.
+        """
         if model.lane.closed:  # meanwhile; what the command wrote is removed at the next start
             done = ENDED
-        with self._registry.together():
-            done.commit()
-            row = replace(
-                command,
-                body=command.body if done.replays else None,
-                result=done.outcome.body,
-                media=done.outcome.media,
-                error=done.outcome.error,
-                category=done.outcome.category,
-                ended=time.time(),
-            )
-            self._registry.put(row)
-            self._registry.remove(
-                CommandRow, "model = ? AND number < ? AND body IS NULL", (command.model, number - REMEMBERED)
-            )
-            self._registry.change(Model, "used = ?", "id = ?", (time.time(), command.model))
+        number, no_model = command.number, command.number == 0 and bool(done.outcome.error) and not model.lane.closed
+        try:
+            with self._registry.together():
+                self._write_end(command, done)
+                if no_model:
+                    self._registry.change(Model, "closed = 1", "id = ?", (command.model,))
+        except DISK_ERRORS as error:
+            if model.unwritten is None:  # or it is tried again
+                LOG.exception("the end of command %d of %s cannot be written", number, command.model)
+            done = Done(Outcome.failed(error))
+            model.unwritten = command, done
+            self._futures.resolve(f"{command.model}:{number}", done.outcome)
+            await self._opened.close(command.model)  # ahead of the disk
+            self._checkpoints.remove_orphans()
+            return
+        model.unwritten = None
         done.after()
         model.row = self._registry.one(Model, "id = ?", (model.row.id,)) or model.row
         model.lane = model.lane.end().forget(number - REMEMBERED)
-        self._futures.resolve(f"{model.row.id}:{number}", done.outcome)
-        if number == 0 and done.outcome.error and not model.lane.closed:  # there is no model
-            self._registry.change(Model, "closed = 1", "id = ?", (model.row.id,))
+        self._futures.resolve(f"{command.model}:{number}", done.outcome)
+        if no_model:
             model.lane, failed = model.lane.close()
-            self._fail(model.row.id, failed, f"the model could not be made: {done.outcome.error}")
-            self._models.pop(model.row.id, None)
-            await self._opened.close(model.row.id)
+            self._fail(command.model, failed, f"the model could not be made: {done.outcome.error}")
+            self._models.pop(command.model, None)
+            await self._opened.close(command.model)
+
+    def _write_end(self, command: CommandRow, done: Done) -> None:
+        done.commit()
+        out, now, body = done.outcome, time.time(), command.body if done.replays else None
+        row = replace(
+            command, body=body, result=out.body, media=out.media, error=out.error, category=out.category, ended=now
+        )
+        self._registry.put(row)
+        old = (command.model, command.number - REMEMBERED)
+        self._registry.remove(CommandRow, "model = ? AND number < ? AND body IS NULL", old)
+        self._registry.change(Model, "used = ?", "id = ?", (now, command.model))
 
     # ---------------------------------------------------------------------------------------------- time and ends
 
@@ -236,20 +259,22 @@ class Training:
                 one.gap_since = now
             elif now > one.gap_since + limit:
                 missing = one.lane.next
-                one.lane, failed = one.lane.give_up()
+                lane, failed = one.lane.give_up()
                 self._fail(
                     name, failed, f"seq_id {missing} did not come within {limit:g} s, and later requests wait for it"
                 )
+                one.lane = lane
 
     async def end_session(self, session_id: str, why: str) -> None:
         """Close the models of a session: what waits fails, and their memory is given back."""
         ended = {name: one for name, one in self._models.items() if one.row.session == session_id}
         for name, one in ended.items():
             one.lane, failed = one.lane.close()
-            self._fail(name, failed, f"the session has ended: {why}")
-            self._registry.change(Model, "closed = 1, state_folder = ''", "id = ?", (name,))
-            self._registry.change(CommandRow, "body = NULL", "model = ?", (name,))
-            self._checkpoints.discard(one.row.state_folder)
+            with suppress(*DISK_ERRORS):  # the next start ends what the disk has no room for
+                self._fail(name, failed, f"the session has ended: {why}")
+                self._registry.change(Model, "closed = 1, state_folder = ''", "id = ?", (name,))
+                self._registry.change(CommandRow, "body = NULL", "model = ?", (name,))
+                self._checkpoints.discard(one.row.state_folder)
             self._models.pop(name, None)
             self._turns = self._turns.without(one.row.tenant, name)
         for name in ended:  # after the rows: a process that ends here leaves no model of an ended session
@@ -257,17 +282,16 @@ class Training:
 
     def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:
         """Fail commands that wait: all of them, or a process that is killed meanwhile would run the later ones."""
-        with self._registry.together():
+        failed = "error = ?, category = 'user', ended = ?, body = NULL"
+        try:
+            with self._registry.together():
+                for number in numbers:
+                    values = (error, time.time(), model_id, number)
+                    self._registry.change(CommandRow, failed, "model = ? AND number = ?", values)
+        finally:
             for number in numbers:
-                self._registry.change(
-                    CommandRow,
-                    "error = ?, category = 'user', ended = ?, body = NULL",
-                    "model = ? AND number = ?",
-                    (error, time.time(), model_id, number),
-                )
-        for number in numbers:
-            self.parsed.pop(f"{model_id}:{number}", None)
-            self._futures.resolve(f"{model_id}:{number}", Outcome(error=error, category="user"))
+                self.parsed.pop(f"{model_id}:{number}", None)
+                self._futures.resolve(f"{model_id}:{number}", Outcome(error=error, category="user"))
 
     def forget_old(self) -> None:
         """Drop the results that nobody can ask for any more."""
@@ -289,7 +313,7 @@ class Training:
             for one in commands:
                 request_id = f"{row.id}:{one.number}"
                 if not one.ended or one.result is not None or one.error:
-                    self._futures.open(request_id, row.tenant)
+                    self._futures.open(request_id, row.tenant, size=len(one.body or b""))
                 if one.ended and (one.result is not None or one.error):
                     self._futures.resolve(request_id, Outcome(one.result or b"", one.media, one.error, one.category))
         self._wake.set()

@@ -52,7 +52,7 @@ class Checkpoints:
         return self._root / secrets.token_hex(12)
 
     def check_free(self, model: Model, saving: Saving) -> None:
-        """Raise BadRequest if the name is taken, or the tenant has no room."""
+        """Raise BadRequest if the name is taken."""
         path = path_of(model.id, saving.kind, saving.name)
         if not saving.overwrite and self._registry.one(Checkpoint, "path = ?", (path,)) is not None:
             raise BadRequest(f"there is a checkpoint {path} already; choose another name (or overwrite a state)")
@@ -132,7 +132,7 @@ class Checkpoints:
 
     def sweep(self) -> list[str]:
         """Delete what has expired; returns the folders that are gone."""
-        expired = self._registry.expired()
+        expired = self._registry.find(Checkpoint, "expires < ?", (time.time(),))
         for checkpoint in expired:
             self.remove(checkpoint)
         return [one.folder for one in expired]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FORMAT = 2
+DISK_ERRORS = (OSError, sqlite3.Error)  # of a disk that is full
 REGISTRY_FILE = "registry.sqlite"  # in the folder of a service
 
 
@@ -170,10 +170,11 @@ class Registry:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite has not rolled it back itself, as it may on a full disk
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def put(self, row: T) -> None:
         """Write a row, in place of the one with its primary key."""
@@ -206,6 +207,3 @@ class Registry:
             f"SELECT COALESCE(SUM(bytes), 0) FROM ({both}) WHERE tenant = ?", (tenant,)
         ).fetchone()
         return int(found)
-
-    def expired(self) -> list[Checkpoint]:
-        return self.find(Checkpoint, "expires IS NOT NULL AND expires < ?", (time.time(),))
