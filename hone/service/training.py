@@ -22,7 +22,7 @@ from hashlib import sha256
 from hone.schedule.lanes import Lane, NestedTurns, Verdict
 from hone.service.commands import ENDED, Commands, Turn
 from hone.service.disk.checkpoints import Checkpoints
-from hone.service.disk.registry import DISK_ERRORS, Checkpoint, CommandRow, Key, Model, Session
+from hone.service.disk.registry import DISK_ERRORS, Checkpoint, CommandRow, Key, Model, Registry, Session
 from hone.service.futures import Done, Outcome
 from hone.service.models import TRAIN, Models
 from hone.service.protocol.messages import CreateModel, LoadWeights
@@ -213,7 +213,7 @@ class Training:
         number, no_model = command.number, command.number == 0 and bool(done.outcome.error) and not model.lane.closed
         try:
             with self._registry.together():
-                self._write_end(command, done)
+                _write_end(self._registry, command, done)
                 if no_model:
                     self._registry.change(Model, "closed = 1", "id = ?", (command.model,))
         except DISK_ERRORS as error:
@@ -235,17 +235,6 @@ class Training:
             self._fail(command.model, failed, f"the model could not be made: {done.outcome.error}")
             self._models.pop(command.model, None)
             await self._opened.close(command.model)
-
-    def _write_end(self, command: CommandRow, done: Done) -> None:
-        done.commit()
-        out, now, body = done.outcome, time.time(), command.body if done.replays else None
-        row = replace(
-            command, body=body, result=out.body, media=out.media, error=out.error, category=out.category, ended=now
-        )
-        self._registry.put(row)
-        old = (command.model, command.number - REMEMBERED)
-        self._registry.remove(CommandRow, "model = ? AND number < ? AND body IS NULL", old)
-        self._registry.change(Model, "used = ?", "id = ?", (now, command.model))
 
     # ---------------------------------------------------------------------------------------------- time and ends
 
@@ -302,14 +291,7 @@ class Training:
         """Take up the models and commands that the registry has; results that are there can be asked for again."""
         for row in self._registry.find(Model, "closed = 0"):
             commands = self._registry.find(CommandRow, "model = ? ORDER BY number", (row.id,))
-            ended = [one for one in commands if one.ended]
-            waiting = tuple((one.number, one.digest) for one in commands if not one.ended)
-            lane = Lane(
-                next=ended[-1].number + 1 if ended else 0,
-                waiting=waiting,
-                ended=tuple((one.number, one.digest) for one in ended[-REMEMBERED:]),
-            )
-            self._models[row.id] = _Open(row, lane)
+            self._models[row.id] = _Open(row, _lane_of(commands))
             for one in commands:
                 request_id = f"{row.id}:{one.number}"
                 if not one.ended or one.result is not None or one.error:
@@ -317,6 +299,24 @@ class Training:
                 if one.ended and (one.result is not None or one.error):
                     self._futures.resolve(request_id, Outcome(one.result or b"", one.media, one.error, one.category))
         self._wake.set()
+
+
+def _write_end(registry: Registry, command: CommandRow, done: Done) -> None:
+    done.commit()
+    out, now, body = done.outcome, time.time(), command.body if done.replays else None
+    row = replace(
+        command, body=body, result=out.body, media=out.media, error=out.error, category=out.category, ended=now
+    )
+    registry.put(row)
+    old = (command.model, command.number - REMEMBERED)
+    registry.remove(CommandRow, "model = ? AND number < ? AND body IS NULL", old)
+    registry.change(Model, "used = ?", "id = ?", (now, command.model))
+
+
+def _lane_of(commands: Sequence[CommandRow]) -> Lane:
+    ended = [(one.number, one.digest) for one in commands if one.ended]
+    waiting = tuple((one.number, one.digest) for one in commands if not one.ended)
+    return Lane(next=ended[-1][0] + 1 if ended else 0, waiting=waiting, ended=tuple(ended[-REMEMBERED:]))
 
 
 def _tokens(model: Model, request: TrainingRequest | None) -> int:
