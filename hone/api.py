@@ -298,20 +298,45 @@ def _reference(function: Any, folder: Path) -> str:
     if file is not None and os.path.isfile(file) and function.__module__ != "__main__":
         return f"{os.path.abspath(file)}:{name}"
     text = Path(file).read_text(encoding="utf-8") if file is not None and os.path.isfile(file) else ""
-    source = _definitions(text) if text else inspect.getsource(function)
+    source = _definitions(text, name) if text else inspect.getsource(function)
     target = folder / "functions" / f"{name}.py"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(f"{source}\n", encoding="utf-8")
     return f"{target}:{name}"
 
 
-def _definitions(script: str) -> str:
-    """The imports, functions, classes and constants of a script, without what it does."""
+def _definitions(script: str, function: str) -> str:
+    """The imports, functions, classes and constants of a script, without what it does.
+
+    Raises ConfigError if the function, or what it calls, reads a name that only the whole script gives a value.
+    """
     tree = ast.parse(script)
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     changed = {name for node in tree.body for name in _changed(node)}
-    tree.body = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed)]
+    kept = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed)]
+    given = {name for node in kept if not isinstance(node, kinds) for name in _assigned(node)}
+    rest = [node for node in tree.body if node not in kept]
+    left = {name: node for node in rest for name in (*_changed(node), *_assigned(node)) if name not in given}
+    named = {node.name: node for node in kept if isinstance(node, kinds[2:])}
+    reached, waiting = set(), [function]
+    while waiting:
+        reached.add(found := waiting.pop())
+        inside = list(ast.walk(named[found]))
+        read = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        own = {one.arg for one in inside if isinstance(one, ast.arg)} | set(_assigned(named[found]))
+        for name in sorted((read - own) & left.keys()):
+            raise ConfigError(
+                f"{found} reads {name}, which the script computes in line {left[name].lineno}; other processes import "
+                f"{found} without running the script: move {name} into {found}, or both into a file of their own"
+            )
+        waiting += sorted((read & named.keys()) - reached)
+    tree.body = kept
     return ast.unparse(tree)
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement gives a value, also inside of a tuple, a loop or a branch."""
+    return (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
 
 
 def _targets(node: ast.stmt) -> list[ast.expr]:
@@ -335,8 +360,21 @@ def _is_constant(node: ast.stmt, changed: Set[str]) -> bool:
     names = [one.id for one in _targets(node) if isinstance(one, ast.Name)]
     if not names or changed & set(names):
         return False
+    return _is_plain(node.value)
+
+
+PURE = frozenset({"re.compile", "set", "frozenset", "tuple", "list", "dict", "Path", "pathlib.Path"})
+
+
+def _is_plain(value: ast.expr) -> bool:
+    """Return whether to evaluate an expression costs and does nothing: literals, and calls of `PURE` with them."""
+    if isinstance(value, ast.Call):
+        arguments = [*value.args, *(one.value for one in value.keywords)]
+        return ast.unparse(value.func) in PURE and all(map(_is_plain, arguments))
+    if isinstance(value, ast.BinOp):
+        return _is_plain(value.left) and _is_plain(value.right)
     try:
-        ast.literal_eval(node.value)
+        ast.literal_eval(value)
     except ValueError:
-        return False
+        return ast.unparse(value).startswith("re.") and isinstance(value, ast.Attribute)  # flags: re.DOTALL
     return True

@@ -39,7 +39,7 @@ from hone.registry import unknown
 from hone.rewards.base import BadReward, load_reward
 
 HELD_OUT = 64  # rows
-SAMPLES = {"rl": 8}  # answers to each prompt of a step
+SAMPLES = {"rl": 8, "distill": 1}  # answers to each prompt of a step
 RESPONSE_TOKENS = 512
 READERS = {"sft": SampleReader, "prefer": PairReader, "reward_model": PairReader}
 
@@ -48,7 +48,7 @@ def init(
     target: Annotated[Path, typer.Argument(help="the run file to write")],
     kind: Annotated[str, typer.Option(help=f"what to train: {', '.join(KINDS)}")] = "",
     model: Annotated[str, typer.Option(help="model folder or hub name")] = "",
-    data: Annotated[str, typer.Option(help="file of training rows: .jsonl, .parquet")] = "",
+    data: Annotated[str, typer.Option(help="file of training rows: .jsonl, .parquet, .json, .csv")] = "",
     column: Annotated[
         list[str] | None, typer.Option(help="hone's column=yours, such as ground_truth=answer; may be repeated")
     ] = None,
@@ -74,7 +74,7 @@ def init(
         _hold_out(settings, flags.data)
     if kind in SAMPLES:
         settings["update"]["samples_per_prompt"] = SAMPLES[kind]
-        context = _context(Path(model))
+        context = _context(Path(flags.model))
         longest = min(RESPONSE_TOKENS, max(context // 2, 1)) if context else RESPONSE_TOKENS
         settings["rollout"] = {"sampling": {"max_response_tokens": longest}}
     loaded = load_run([Layer(FLAGS, settings)], str(target), kind)

@@ -259,6 +259,26 @@ def test_a_stored_function_has_the_constants_of_its_script_but_nothing_that_the_
     )
 
 
+def test_a_stored_function_has_what_it_reads_or_is_refused(tmp_path):
+    """Expressions are kept whose import does nothing; of the rest, only a name that the function reads is an error."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import re\nPATTERN = re.compile(r'\\d+', re.DOTALL)\nWORDS = set(['a', 'b'])\nSIZE = 2 * 3\n"
+        "table = dict(sorted({'b': 1}.items()))\n"
+        "def helper(text):\n    return table[text]\n"
+        "def good(response, table=None):\n    found = table or {}\n    return PATTERN, WORDS, SIZE, found\n"
+        "def bad(response):\n    return helper(response)\n"
+        "if __name__ == '__main__':\n    from hone.api import _reference\n    from pathlib import Path\n"
+        f"    response = found = None\n    print(_reference(good, Path({str(tmp_path)!r})))\n"
+        f"    _reference(bad, Path({str(tmp_path)!r}))\n"
+    )
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == f"{tmp_path}/functions/good.py:good", found.stderr
+    kept = runpy.run_path(str(tmp_path / "functions" / "good.py"))
+    assert kept["good"]("") == (re.compile(r"\d+", re.DOTALL), {"a", "b"}, 6, {})
+    assert "ConfigError: helper reads table, which the script computes in line 5; other processes" in found.stderr
+
+
 def test_what_cannot_be_used_is_one_error(done):
     settings = done[0]
     with pytest.raises(hone.ConfigError, match=r"takes a list of prompts, found one text; write \['abc'\]"):

@@ -127,7 +127,10 @@ LIMITED = 'tracking.trackers=[{"name": "jsonl", "rollouts_max_mib": 5}]'
 
 def test_evaluation_can_be_switched_off_on_the_command_line(tmp_path):
     """The run file still says how often it evaluates, and what counts."""
-    run_file = recipe(tmp_path, {"evaluation": {"every_steps": 1, "samples": 2, "sets": {"a": {"path": "none.jsonl"}}}})
+    run_file = recipe(
+        tmp_path,
+        {"evaluation": {"every_steps": 1, "samples": 2, "score": "eval/a/x", "sets": {"a": {"path": "none.jsonl"}}}},
+    )
     run = reinforce(run_file, "evaluation.sets={}", "run.steps=1")
     assert [name for line in metrics(run) for name in line if name.startswith("eval/")] == []
 

@@ -73,7 +73,9 @@ class PolicyEvaluationConfig(EvaluationConfig):
     @model_validator(mode="after")
     def _score_has_a_set(self) -> PolicyEvaluationConfig:
         if self.score and not self.sets:
-            raise ValueError(f"score: {self.score} is measured on a held-out set, and sets is empty; add a set to sets")
+            if "sets" not in self.model_fields_set:
+                raise ValueError(f"score: {self.score} is measured on a held-out set; add a set to sets")
+            self.__dict__["score"] = ""  # `evaluation.sets={}` switches evaluation off, with all that says how it goes
         return self
 
     @model_validator(mode="after")
