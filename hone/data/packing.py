@@ -169,7 +169,7 @@ def nothing_trainable(groups: Sequence[TrajectoryGroup]) -> str:
     found = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())) or "no trajectories"
     failed = (one for group in groups for one in group.trajectories if one.status is not Status.FILTERED)
     reason = next((one.error for one in failed if one.error), "")
-    return f"nothing to train on in {len(groups)} groups: {found}" + (
+    return f"no answer of {len(groups)} groups can be trained on: {found}" + (
         f"; the first failure: {reason}" if reason else ""
     )
 

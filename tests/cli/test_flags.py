@@ -207,6 +207,20 @@ def test_init_fits_the_answers_into_the_model_s_context(here, capsys):
     assert "answers of at most 32 tokens, half of the model's context of 64: prompts need the rest" in said(capsys)
     written = yaml.safe_load((here / "small.yaml").read_text())
     assert written["rollout"]["sampling"]["max_response_tokens"] == 32
+    given = [
+        "init",
+        "taught.yaml",
+        "--kind",
+        "distill",
+        "--model",
+        "small",
+        "--data",
+        "rows.jsonl",
+        "--teacher",
+        "model",
+    ]
+    assert main(given) == 0
+    assert "one step: 32 prompts x 1 answers of at most 32 tokens; on a CPU, lower all three" in said(capsys)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_component_that_a_trajectory_lacks_is_nan():
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([], "0 groups: no trajectories"),
+        ([], "no answer of 0 groups can be trained on: no trajectories"),
         (
             [group(trajectory(0, status=Status.ENV_FAILED, error="no sandbox"))],
             "1 env_failed; the first failure: no san",

@@ -208,7 +208,7 @@ def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path, capfd,
     path = recipe(tmp_path, {"reward": {"components": {"x": component}, "workers": 2}, "evaluation": {}})
     code, said = hone(capfd, path)
     assert code == 1, said
-    assert "nothing to train on in 4 groups: 16 reward_failed" in errors(said)[0]
+    assert "no answer of 4 groups can be trained on: 16 reward_failed" in errors(said)[0]
     assert message in errors(said)[0]
     assert str(tmp_path / "run") in said  # where the run is
 

@@ -47,7 +47,7 @@ def test_a_step_without_any_usable_answer_is_skipped_and_three_in_a_row_end_the_
     groups = [TrajectoryGroup(Prompt("train/7", (), (1,), None, "", {}, 0), (one,))]
     for step in (1, 2, 4, 5):
         lost.note(step, groups)
-    reason = "nothing to train on in 1 groups: 1 reward_failed; the first failure: out"
+    reason = "no answer of 1 groups can be trained on: 1 reward_failed; the first failure: out"
     assert told[-1] == f"error: step 5 is skipped: {reason}. The run ends after 3 such steps in a row"
     with pytest.raises(RewardsFailed, match=r"out .as in all of the last 3 steps"):
         lost.note(6, groups)
