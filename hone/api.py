@@ -313,7 +313,7 @@ def _definitions(script: str, function: str) -> str:
     tree = ast.parse(script)
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     changed = {name for node in tree.body for name in _changed(node)}
-    kept = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed)]
+    kept = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed) or _imports(node)]
     given = {name for node in kept if not isinstance(node, kinds) for name in _assigned(node)}
     rest = [node for node in tree.body if node not in kept]
     left = {name: node for node in rest for name in (*_changed(node), *_assigned(node)) if name not in given}
@@ -332,6 +332,13 @@ def _definitions(script: str, function: str) -> str:
         waiting += sorted((read & named.keys()) - reached)
     tree.body = kept
     return ast.unparse(tree)
+
+
+def _imports(node: ast.stmt) -> bool:
+    """Return whether a statement chooses between imports and does no more: `if TYPE_CHECKING`, `try: import x`."""
+    inner = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
+    imports = all(isinstance(one, ast.Import | ast.ImportFrom | ast.Pass) or _is_constant(one, set()) for one in inner)
+    return isinstance(node, ast.If | ast.Try) and imports
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:

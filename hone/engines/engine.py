@@ -350,7 +350,7 @@ class ScoredStep:
         self.needs: frozenset[Need] = getattr(loss, "needs", frozenset())
         """What the loss needs of the forward beyond log-probs or values."""
         self.splits = experts is None and getattr(loss, "zero_without_advantage", False)
-        """Whether sequences without advantage need no backward; experts count their tokens there."""
+        """True if sequences without advantage need no backward; experts count their tokens there."""
         if experts is not None:
             self.needs |= experts.needs
 

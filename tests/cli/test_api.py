@@ -263,7 +263,8 @@ def test_a_stored_function_has_what_it_reads_or_is_refused(tmp_path):
     """Expressions are kept whose import does nothing; of the rest, only a name that the function reads is an error."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import re\nPATTERN = re.compile(r'\\d+', re.DOTALL)\nWORDS = set(['a', 'b'])\nSIZE = 2 * 3\n"
+        "try:\n    import no_such_module as re\nexcept ImportError:\n    import re\n"
+        "PATTERN = re.compile(r'\\d+', re.DOTALL)\nWORDS = set(['a', 'b'])\nSIZE = 2 * 3\n"
         "table = dict(sorted({'b': 1}.items()))\n"
         "def helper(text):\n    return table[text]\n"
         "def good(response, table=None):\n    found = table or {}\n    return PATTERN, WORDS, SIZE, found\n"
@@ -276,7 +277,7 @@ def test_a_stored_function_has_what_it_reads_or_is_refused(tmp_path):
     assert found.stdout.strip() == f"{tmp_path}/functions/good.py:good", found.stderr
     kept = runpy.run_path(str(tmp_path / "functions" / "good.py"))
     assert kept["good"]("") == (re.compile(r"\d+", re.DOTALL), {"a", "b"}, 6, {})
-    assert "ConfigError: helper reads table, which the script computes in line 5; other processes" in found.stderr
+    assert "ConfigError: helper reads table, which the script computes in line 8; other processes" in found.stderr
 
 
 def test_what_cannot_be_used_is_one_error(done):

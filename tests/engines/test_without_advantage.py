@@ -68,14 +68,17 @@ def test_neither_a_weight_nor_a_metric_changes(make_engine, batch, name):
     assert (weights(ours) - weights(theirs)).abs().max() < 1e-6
 
 
-def test_a_step_without_any_advantage_is_still_a_step(make_engine, batch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_without_any_advantage_is_still_a_step(make_engine, batch, dtype):
     split, whole = Watched(), Watched(whole=True)
-    before, _ = stepped(make_engine, Watched(), batch([0]))
-    ours, found = stepped(make_engine, split, batch([0]), batch(range(5)))
-    theirs, _ = stepped(make_engine, whole, batch([0]), batch(range(5)))
+    before, _ = stepped(make_engine, Watched(), batch([0]), compute_dtype=dtype)
+    ours, found = stepped(make_engine, split, batch([0]), batch(range(5)), compute_dtype=dtype)
+    theirs, wanted = stepped(make_engine, whole, batch([0]), batch(range(5)), compute_dtype=dtype)
+    assert wanted[1]["train/grad_norm"].value == 0.0  # what is left out is nothing at all
     assert found[1]["train/grad_norm"].value == 0.0
     assert split.tokens[True][-1] == LENGTHS[0]  # one answer, so that the optimizer takes its step
-    assert (weights(ours) - weights(theirs)).abs().max() < 1e-6
+    if dtype == "float32":  # in bfloat16 the first step is cut otherwise, and AdamW makes its rounding large
+        assert (weights(ours) - weights(theirs)).abs().max() < 1e-6
     assert (weights(ours) - weights(before)).abs().max() > 1e-5  # AdamW moves on
 
 

@@ -85,7 +85,7 @@ class Deliveries:
         self._open.append((self._sent(request[: len(request) // 2]), request[len(request) // 2 :]))
 
     def end(self):
-        """Send what was delayed; the answers are those of a repetition."""
+        """Send the delayed requests. Each gets the answer that its first sending got."""
         for connection, rest in self._open:
             connection.sendall(rest)
             answer = b"".join(iter(lambda one=connection: one.recv(1 << 16), b""))

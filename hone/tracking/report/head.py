@@ -55,7 +55,7 @@ _MEANINGS = {  # of every fact by its title, for its tooltip
     "State": "in progress, finished, interrupted, or why the run failed",
     "Started": "when the first launch of this run began",
     "Ended": "when the last launch of this run ended",
-    "Hardware": "accelerators, cores and memory that the driver of the run saw; on a cluster those of its machine",
+    "Hardware": "accelerators, cores and memory of the machine that started the run; without a cluster's others",
     "System": "operating system of the driver of the run",
     "Commit": "git commit of the folder that the run was launched in; + : files had changed since",
     "Resumed from": "the last step of the checkpoint that the last launch continued from",

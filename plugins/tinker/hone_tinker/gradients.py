@@ -67,7 +67,7 @@ def fixed_weights(loss: LossFn, batch: Batch) -> Tensor | None:
 
 
 def probed_logprobs(batch: Batch) -> Iterator[Tensor]:
-    """Log-probs [T] at which two losses are told apart: those of the rollout, and others around them.
+    """Log-probs [T] to compare two losses at: those of the rollout, then others near and far from them.
 
     Tokens move by their own amounts, because differences of sequences, as in DPO, do not change if all move alike; and
     alike, because a mean over a long sequence, as in a rejection rule, hardly changes otherwise.
