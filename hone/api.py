@@ -8,7 +8,7 @@
 
 A run file may also be a mapping, which may contain functions, data sets of the library datasets, and models:
 
-    hone.train({"defaults": "run.yaml", "reward": {"components": [my_function]}, "data": {"train": {"path": dataset}}})
+    hone.train({"defaults": "run.yaml", "reward": {"components": [my_function]}, "data": {"train": dataset}})
 
 Functions of this module work inside a running event loop too, as in a notebook. Ctrl-C (a notebook's stop button) ends
 a run after its step, saves it and raises `Interrupted`; the same call continues it.
@@ -48,6 +48,7 @@ from hone.types import Message
 
 R = TypeVar("R")
 SAVERS = ("save_to_disk", "save_pretrained")  # methods of data sets, and of models and tokenizers
+FOLDER_KEYS = ("path", "tokenizer")  # of run files: those that name a folder themselves
 LOOK_S = 1.0  # between two looks at a call in another thread
 RunFile = str | Path | Mapping[str, Any] | Loaded[Any]
 """Path of a run file, its content as a mapping, or what `load` returned."""
@@ -242,10 +243,14 @@ def _ended(answer: Future[R], chart: LiveChart | None = None) -> R:
     return answer.result(0)
 
 
-def _plain(value: Any, folder: str) -> Any:
-    """Plain data: a function is replaced by its reference, a data set or a model by a folder in the run's `folder`."""
+def _plain(value: Any, folder: str, of: str = "") -> Any:
+    """Plain data: a function is replaced by its reference, a data set or a model by a folder in the run's `folder`.
+
+    `of` is the key of the value. Where it is a section (`data.train`, `model`), the folder is its `path`.
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(_by_name(inner) if key == "components" else inner, folder) for key, inner in value.items()}
+        named = {key: _by_name(inner) if key == "components" else inner for key, inner in value.items()}
+        return {key: _plain(inner, folder, key) for key, inner in named.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, folder) for inner in value]
     if isinstance(value, Path):
@@ -256,7 +261,10 @@ def _plain(value: Any, folder: str) -> Any:
     name = getattr(value, "__qualname__", type(value).__name__)
     if not folder:
         raise ConfigError(f"run.dir is required, because {name} is stored there")
-    return _saved(value, saves, Path(folder)) if saves else _reference(value, Path(folder))
+    if not saves:
+        return _reference(value, Path(folder))
+    saved = _saved(value, saves, Path(folder))
+    return saved if of in FOLDER_KEYS else {"path": saved}
 
 
 def _by_name(components: Any) -> Any:

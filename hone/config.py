@@ -183,12 +183,14 @@ class _Builder:
         built = {name: own.__dict__[name] for name in own.model_fields_set} if own else {}
         for key, values in self.keys(cls, layers, path).items():
             info = cls.model_fields[key]
+            if len(values) > 1 and values[-1].data is None and _has_only_a_default(info):
+                continue  # takes back what lower layers set
             inner = own.__dict__[key] if own else default_of(info)
             built[key] = self.value(info.annotation, info.metadata, values, _join(path, key), inner)
         try:
             return cls(**built)
         except ValidationError as error:
-            key, sentence = _explain_error(error, path, built)
+            key, sentence = _explain_error(error, cls, path, built)
             files = [layer.source for layer in layers if layer.source != COMMAND_LINE] or [COMMAND_LINE]
             found = f"{self.sources.get(key, files[-1])}: {sentence}"
             raise ConfigError(with_preset(found, self.sources)) from error
@@ -351,6 +353,12 @@ def _takes_none(annotation: Any) -> bool:
     return annotation in (Any, None) or type(None) in get_args(annotation)
 
 
+def _has_only_a_default(info: FieldInfo) -> bool:
+    """Return whether null says nothing to this field but that it is not set."""
+    is_mapping = info.annotation is dict or get_origin(info.annotation) is dict
+    return not (info.is_required() or is_mapping or _takes_none(info.annotation))
+
+
 def _joined(layers: Sequence[Layer]) -> str:
     return " and ".join(dict.fromkeys(layer.source for layer in layers))
 
@@ -407,7 +415,18 @@ def _in_choices(cls: type[Config], key: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) -> tuple[str, str]:
+def _required_of(cls: type[Config], name: str) -> list[str]:
+    """The keys that a field without a default asks for: those inside of a section, or itself."""
+    annotation = cls.model_fields[name].annotation
+    if not (isinstance(annotation, type) and issubclass(annotation, Config)):
+        return [name]
+    inner = [one for one, info in annotation.model_fields.items() if info.is_required()]
+    return [f"{name}.{key}" for one in inner for key in _required_of(annotation, one)] or [name]
+
+
+def _explain_error(
+    error: ValidationError, cls: type[Config], path: str, built: Mapping[str, Any]
+) -> tuple[str, str]:
     """The wrong key, and a sentence that says what was expected and what was found."""
     problems = error.errors(include_url=False)
     first = problems[0]
@@ -416,8 +435,9 @@ def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) 
     if first["type"] == "missing":
         if len(inside) < len(first["loc"]):  # a tuple's entry
             return key, f"{key} has too few entries (found {first['input']!r})"
-        more = [_join(path, str(p["loc"][0])) for p in problems[1:] if p["type"] == "missing" and len(p["loc"]) == 1]
-        return path, f"{key} is required and was not set{'; so are: ' if more else ''}{', '.join(more)}"
+        missing = [str(one["loc"][0]) for one in problems if one["type"] == "missing"]
+        asked, *more = [_join(path, key) for name in missing for key in _required_of(cls, name)]
+        return path, f"{asked} is required and was not set{'; so are: ' if more else ''}{', '.join(more)}"
     same = [p for p in problems if _inside(p["loc"], built) == inside]  # one per arm of a union
     wanted = " or ".join(dict.fromkeys(p["msg"].removeprefix("Input ").removeprefix("Value error, ") for p in same))
     sentence = f"{key or 'the run file'}{' ' if wanted.startswith('should') else ': '}{wanted}"

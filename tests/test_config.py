@@ -509,6 +509,31 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
     assert said == "run.yaml: needed is required and was not set; so are: other"
 
 
+def test_a_missing_section_names_the_keys_that_are_required_in_it(tmp_path):
+    class Inner(Config):
+        size: int
+        free: int = 1
+
+    class Outer(Config):
+        inner: Inner
+        parts: list[Inner]
+
+    said = error_of(tmp_path, "{}", cls=Outer)
+    assert said == "run.yaml: inner.size is required and was not set; so are: parts"
+    said = error_of(tmp_path, "inner: {free: 2}\nparts: []", cls=Outer)
+    assert said == "run.yaml: inner.size is required and was not set"
+
+
+def test_null_takes_back_what_a_lower_layer_set(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("title: mine\nactor: {optimizer: {lr: 0.5}, second: {steps: 9}}\nshape: circle\n")
+    loaded = load(Run, file, ["title=null", "actor.optimizer.lr=null", "actor.second=null", "shape=null"])
+    config = loaded.config
+    assert (config.title, config.actor.optimizer.lr) == ("a run", 1e-3)
+    assert (config.actor.second, config.shape) == (Optimizer(lr=0.5, steps=3), Square(side=4.0))
+    assert "title" not in loaded.explicit()
+
+
 def test_a_validator_of_the_class_speaks_for_its_section(tmp_path):
     message = error_of(tmp_path, "{needed: 1, low: 3, high: 2}", cls=Strict)
     assert message == "run.yaml: the run file: low = 3 is above high = 2"

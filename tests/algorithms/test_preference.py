@@ -185,6 +185,16 @@ def packed(batches):
 LP = [0, -3.0, -1.0, -1.0, -1.0, 0, -1.0, 0, -1.5, -0.5, 0, -0.5, -0.5]
 
 
+def test_judged_answers_like_the_references_count_a_half(packed, close):
+    """Before training the policy is the reference, up to rounding, and is neither right nor wrong."""
+    objective = PreferenceObjective(KtoSettings(baseline=False))
+    same = packed.ref_logprobs
+    for lp in (same, same * (1 + 1e-7)):
+        close(objective(ModelOutput(logprobs=lp), packed).metrics["train/preference_accuracy"], [0.5] * 13)
+    more = objective(ModelOutput(logprobs=same + 0.1), packed)
+    close(more.metrics["train/preference_accuracy"][[0, 5, 7, 10]], [0, 1, 1, 0])
+
+
 def test_preference_objective_places_a_pairs_loss_on_both_ends(packed, close):
     objective = PreferenceObjective(DpoSettings(beta=0.5))
     lp = torch.tensor(LP, dtype=torch.float64, requires_grad=True)
@@ -269,5 +279,7 @@ def test_process_reward_model_is_judged_per_token(batches, close):
     result = objective(ModelOutput(values=torch.tensor([9.0, 2.0, 9.0, 1.0]).double()), batch)
     close(result.values, [0, -math.log(sigmoid(2.0)), 0, -math.log(sigmoid(-1.0))])
     close(result.metrics["train/preference_accuracy"][[1, 3]], [1, 0])
+    fresh = objective(ModelOutput(values=torch.zeros(4)), batch)  # a new head judges nothing yet
+    close(fresh.metrics["train/preference_accuracy"], [0.5, 0.5, 0.5, 0.5])
     with pytest.raises(ValueError, match="labels"):
         objective(ModelOutput(values=torch.zeros(4)), batch.with_(extras={}))

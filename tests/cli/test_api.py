@@ -161,6 +161,12 @@ def test_a_mapping_has_defaults_and_objects(done, tmp_path):
     named = hone.load(short).config
     assert named.reward.components["gsm8k"].reward == "gsm8k"
     assert hone.load(short, f"run.dir={tmp_path / 'other'}").config.run.dir == str(tmp_path / "other")
+    objects = {"model": chosen["model"]["path"], "data": {"train": rows}, "reward": {"components": [half]}}
+    short = {**objects, "run": {"dir": str(tmp_path / "short"), "steps": 1}}
+    config = hone.load({**short, "update": {"prompts_per_step": 2}}, kind="rl").config
+    assert {Path(config.model.path).parent, Path(config.data.train.path).parent} == {tmp_path / "short/objects"}
+    with pytest.raises(hone.ConfigError, match=r"update\.prompts_per_step is required and was not set"):
+        hone.load(short, kind="rl")
     with pytest.raises(hone.ConfigError, match=r"run\.dir is required, because Dataset is stored there"):
         hone.load({"data": {"train": {"path": rows}}})
 

@@ -205,7 +205,9 @@ class PreferenceObjective:
         if self._baseline:
             baseline = KTO_BASELINE.needed(batch)
         losses = self._loss(answers, good, baseline, self._settings)
-        right = ((answers.log_ratio > baseline) == good).to(losses.dtype)
+        ratio, threshold = self._settings.beta * answers.log_ratio, self._settings.beta * baseline
+        above = _above(ratio, threshold)
+        right = torch.where(good, above, 1 - above)
         shown = {"train/preference_loss": losses.detach(), "train/preference_accuracy": right}
         counted = {name: _last_loss_tokens(batch) for name in shown}
         for word, rows in (("chosen", good), ("rejected", ~good)):
@@ -261,7 +263,8 @@ class RewardModelObjective:
     def _classify(self, values: Tensor, batch: Batch) -> LossOutput:
         labels = LABELS.needed(batch).to(values.dtype)
         losses = torch.where(batch.loss_mask, self._loss(values, labels, self._settings), 0)
-        accuracy = ((values > 0) == (labels > 0.5)).to(values.dtype)
+        above = _above(values.detach(), torch.zeros_like(values))
+        accuracy = torch.where(labels > 0.5, above, 1 - above)
         return LossOutput(losses, {"train/preference_loss": losses.detach(), "train/preference_accuracy": accuracy})
 
 
@@ -285,16 +288,20 @@ def _rows(answers: Answers, rows: Tensor) -> Answers:
     return Answers(answers.lp[rows], answers.ref[rows], answers.lengths[rows])
 
 
-def _compared(chosen: dict[str, Tensor], rejected: dict[str, Tensor], by: str) -> dict[str, Tensor]:
-    """Metrics of pairs, [P]: both answers' figures, and accuracy and margin in the figure `by`.
+def _above(values: Tensor, others: Tensor) -> Tensor:
+    """Return 1 where a value is above the other, 0 where it is below, and a half for a tie.
 
-    A tie counts a half: before training all pairs of DPO are ties, up to rounding.
+    Before training all answers of DPO and KTO are ties, up to rounding.
     """
-    margin = chosen[by] - rejected[by]
-    size = chosen[by].abs() + rejected[by].abs()
-    tie = margin.abs() <= TIE * size.clamp(min=1.0)
-    right = torch.where(tie, 0.5, (margin > 0).to(margin.dtype))
-    shown = {"train/preference_accuracy": right, "train/preference_margin": margin}
+    margin = values - others
+    tie = margin.abs() <= TIE * (values.abs() + others.abs()).clamp(min=1.0)
+    return torch.where(tie, 0.5, (margin > 0).to(margin.dtype))
+
+
+def _compared(chosen: dict[str, Tensor], rejected: dict[str, Tensor], by: str) -> dict[str, Tensor]:
+    """Metrics of pairs, [P]: both answers' figures, and accuracy and margin in the figure `by`."""
+    right = _above(chosen[by], rejected[by])
+    shown = {"train/preference_accuracy": right, "train/preference_margin": chosen[by] - rejected[by]}
     for word, side in (("chosen", chosen), ("rejected", rejected)):
         shown |= {f"train/{word}_{name}": values for name, values in side.items()}
     return shown
