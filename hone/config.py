@@ -424,9 +424,7 @@ def _required_of(cls: type[Config], name: str) -> list[str]:
     return [f"{name}.{key}" for one in inner for key in _required_of(annotation, one)] or [name]
 
 
-def _explain_error(
-    error: ValidationError, cls: type[Config], path: str, built: Mapping[str, Any]
-) -> tuple[str, str]:
+def _explain_error(error: ValidationError, cls: type[Config], path: str, built: Mapping[str, Any]) -> tuple[str, str]:
     """The wrong key, and a sentence that says what was expected and what was found."""
     problems = error.errors(include_url=False)
     first = problems[0]

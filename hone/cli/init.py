@@ -5,7 +5,6 @@ flags, or questions in a terminal --> run file --> settings, first row, reward a
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from hone.data.preference_readers import PairReader
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import open_rows
 from hone.engines.settings import EngineConfig
+from hone.models.files.context import known_context
 from hone.platforms.base import AUTO
 from hone.registry import unknown
 from hone.rewards.base import BadReward, load_reward
@@ -74,7 +74,7 @@ def init(
         _hold_out(settings, flags.data)
     if kind in SAMPLES:
         settings["update"]["samples_per_prompt"] = SAMPLES[kind]
-        context = _context(Path(flags.model))
+        context = known_context(flags.model)
         longest = min(RESPONSE_TOKENS, max(context // 2, 1)) if context else RESPONSE_TOKENS
         settings["rollout"] = {"sampling": {"max_response_tokens": longest}}
     loaded = load_run([Layer(FLAGS, settings)], str(target), kind)
@@ -87,14 +87,6 @@ def init(
         answers = f"{PER_STEP} prompts x {SAMPLES[kind]} answers of at most {longest} tokens"
         say(f"one step: {answers}; on a CPU, lower all three")
     say(f"to run it: {KINDS[kind].command} {target}")
-
-
-def _context(model: Path) -> int:
-    """The context of a model folder in tokens; 0: not known here."""
-    file = model / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    text = config.get("text_config") or config
-    return int(text.get("max_position_embeddings") or text.get("n_positions") or 0)
 
 
 def _computation(actor: Mapping[str, Any]) -> dict[str, Any]:

