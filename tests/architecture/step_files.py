@@ -11,6 +11,7 @@ order in which the step entered them first.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any
 
 import hone
 from hone.cli.recipe import load_recipe
+from hone.models.numerics.products import VARIABLE
 from hone.trainers.policy.trainer import PolicyTrainer
 from hone.trainers.run.launch import run_policy
 from tests.trainers import tiny
@@ -107,6 +109,7 @@ def trace(folder: Path, changes: Mapping[str, Any]) -> Traced:
     PolicyTrainer.step = step
     alone = {"run": {"steps": TRACED_STEP}, "evaluation": {"sets": {}}, "checkpoint": {"every_steps": TRACED_STEP + 1}}
     recipe = tiny.recipe(folder, {**alone, **changes})
+    os.environ[VARIABLE] = "torch"  # or the trial decides, from one processor to the next, whether a file is entered
     recording.begin()
     run_policy(load_recipe(recipe, [], kind="rl"))
     length = {path: len((PACKAGE.parent / path).read_text(encoding="utf-8").splitlines()) for path in recording.lines}

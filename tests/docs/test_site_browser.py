@@ -107,7 +107,7 @@ def test_no_page_of_keys_is_absurdly_long(show):
     assert ask("document.documentElement.scrollWidth") <= 400
 
 
-@pytest.mark.parametrize("words", ["push to hub", "gguf", "sweep", "custom reward"])
+@pytest.mark.parametrize("words", ["push to hub", "gguf", "sweep", "custom reward", "learning rate"])
 def test_the_search_finds_a_task_first(show, words):
     """The site's own search, as its box opens it."""
     found = show(f"search.html?q={words.replace(' ', '+')}", until="document.querySelector('#search-results li a')")

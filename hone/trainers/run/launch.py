@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hone.config import ConfigError, Loaded, count_as_read, plain, require_all_read, with_preset
+from hone.config import ConfigError, Loaded, count_as_read, plain, require_all_read
+from hone.config_errors import with_preset
 from hone.data.counting import count_items
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, make_renderer
