@@ -1,4 +1,4 @@
-"""What is wrong with a value of a run file, in a sentence that names the key and what was expected."""
+"""Errors of run files: a sentence that names the key and says what was expected and what was found."""
 
 from __future__ import annotations
 

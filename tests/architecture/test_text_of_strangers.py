@@ -225,7 +225,7 @@ TRIED: dict[str, dict[str, str]] = {
 OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/cli/": "arguments, and what the machine and the installed packages say of themselves",
     "hone/composition.py": "run files",
-    "hone/config.py": "run files, and errors about them",
+    "hone/config_errors.py": "run files, and errors about them",
     "hone/data/chat_template.py": "special tokens of chat templates",
     "hone/data/templates/": "chat templates, and marks made of their special tokens",
     "hone/envs/functions.py": "docstrings of the user's tools",
