@@ -6,8 +6,8 @@ these), `runtime` (one process or many), `models`, `schedule`, `tracking`, `plat
 (children), `sandboxes`, `planner` (predicts a run), `diagnosis` (of a run that went wrong), `migration` (from other
 frameworks), `service` (models that clients train), `testing` (contracts of the parts, as tests). What all of them use:
 `types`, `spans`, `deadline`, `full_disk`, `machine` (its cores and memory), `outage` (of a service), `registry`,
-`plugins`, and for run files `config`, `config_errors`, `composition`, `explain`, `other_frameworks`. ARCHITECTURE.md has
-the levels and the reasons.
+`plugins`, and for run files `config`, `config_errors`, `composition`, `explain`, `other_frameworks`. ARCHITECTURE.md
+has the levels and the reasons.
 """
 
 from importlib import import_module
