@@ -28,6 +28,7 @@ from hone.data.packing import Sample
 from hone.data.rendering import Renderer
 from hone.data.settings import ChatConfig, DataConfig, DatasetConfig, PromptSetConfig, TooLongChoice
 from hone.data.sources.base import DataError, Row
+from hone.data.sources.checksums import checksum, tell_changed
 from hone.data.sources.files import GROUPS_IN_MEMORY
 from hone.data.templates.rendered import tell_rendered
 from hone.types import Image, Message, Prompt
@@ -187,9 +188,9 @@ def tools_of(reader: RowReader, row: Row, index: int, messages: Sequence[Message
 class _Set(Generic[T]):
     """One data set and the position in it."""
 
-    def __init__(self, maker: Maker[T], weight: float, order_seed: int | None) -> None:
+    def __init__(self, maker: Maker[T], weight: float, order_seed: int | None, content: str) -> None:
         self.maker = maker
-        self.weight = weight
+        self.weight, self.content = weight, content  # a checksum
         self._order_seed = order_seed  # None: the order of the file
         self._order: npt.NDArray[np.int64] | None = None
         self.epoch = 0
@@ -226,16 +227,18 @@ class _Set(Generic[T]):
         self.position += 1
         return int(self._order[self.position - 1])
 
-    def state(self) -> dict[str, int]:
-        return {"rows": self.size} | {name: getattr(self, name) for name in ("epoch", "position", "taken", "dropped")}
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.size} | {k: getattr(self, k) for k in ("epoch", "position", "taken", "dropped", "content")}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         if state["rows"] != self.size:
             reader = self.maker.reader
             raise DataError(
                 f"{reader.key}: {reader.rows.place} now gives {self.size} rows, but the run that is continued had "
                 f"{state['rows']}: the position in the data would be wrong"
             )
+        if state.get("content", self.content) != self.content:
+            tell_changed(self.maker.reader.key, self.maker.reader.rows.place)
         if state["epoch"] != self.epoch:
             self._order = None  # otherwise kept: shuffling many rows in every step takes long
         self.epoch, self.position = state["epoch"], state["position"]
@@ -283,8 +286,8 @@ class _Stream(Generic[T]):
         self._sets: dict[str, _Set[T]] = {}
         for name, maker in makers.items():
             tell_rendered(maker.reader, config.rows_hold_tokens)
-            weight = config.mix.get(name, config.train).weight if config.mix else 1.0
-            self._sets[name] = _Set(maker, weight, _order_seed(seed, name) if shuffle else None)
+            own, order = config.mix.get(name, config.train), _order_seed(seed, name) if shuffle else None
+            self._sets[name] = _Set(maker, own.weight if config.mix else 1.0, order, checksum(own.path))
 
     @property
     def rows(self) -> int:
@@ -345,8 +348,7 @@ class PromptStream(_Stream[Prompt]):
 
     def peek(self, count: int) -> list[Prompt]:
         """The next `count` prompts, which `take` returns again."""
-        position = self.state_dict()
-        prompts = self.take(count)
+        position, prompts = self.state_dict(), self.take(count)
         self.load_state_dict(position)
         return prompts
 

@@ -107,6 +107,7 @@ def trace(folder: Path, changes: Mapping[str, Any]) -> Traced:
         recording.on = False
 
     PolicyTrainer.step = step
+    os.environ["HONE_CPU_PRODUCTS"] = "torch"  # a run measures which library is faster: another one on a busy machine
     alone = {"run": {"steps": TRACED_STEP}, "evaluation": {"sets": {}}, "checkpoint": {"every_steps": TRACED_STEP + 1}}
     recipe = tiny.recipe(folder, {**alone, **changes})
     os.environ[VARIABLE] = "torch"  # or the trial decides, from one processor to the next, whether a file is entered

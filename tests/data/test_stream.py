@@ -13,7 +13,9 @@ from hone.data.packing import pack_samples
 from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
 from hone.data.settings import DataConfig, PromptSetConfig
+from hone.data.sources import checksums
 from hone.data.sources.base import DataError
+from hone.data.sources.checksums import checksum
 from hone.data.sources.files import GROUPS_IN_MEMORY
 from hone.data.stream import (
     ItemStream,
@@ -240,6 +242,44 @@ def test_a_state_of_other_data_is_refused(numbers, data, renderer, change, said)
     change(state)
     with pytest.raises(DataError, match=said):
         stream.load_state_dict(state)
+
+
+def test_a_run_that_continues_with_changed_files_says_so(numbers, data, renderer, caplog):
+    path = numbers(9)
+    stream = PromptStream(data({"path": path}), renderer, seed=3)
+    stream.take(2)
+    state = json.loads(json.dumps(stream.state_dict()))
+    PromptStream(data({"path": path}), renderer, seed=3).load_state_dict(state)
+    assert not caplog.records
+    text = path.read_text()
+    path.write_text(text.replace('"level": 2', '"level": 1'))
+    again = PromptStream(data({"path": path}), renderer, seed=3)
+    again.load_state_dict(state)
+    assert f"data.train: {path} is not what it was when the checkpoint was written" in caplog.text
+    caplog.clear()
+    again.peek(3)
+    earlier = {**state, "sets": {"train": {k: v for k, v in state["sets"]["train"].items() if k != "content"}}}
+    again.load_state_dict(earlier)  # of a checkpoint without checksums
+    assert not caplog.records
+
+
+def test_the_checksum_of_a_data_set_is_of_all_its_files(tmp_path, monkeypatch):
+    folder = tmp_path / "rows"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.jsonl").write_text("{}")
+    (folder / "more" / "b.jsonl").write_text("{}")
+    places = [str(folder), str(folder / "**" / "*.jsonl")]
+    before = [checksum(place) for place in places]
+    assert all(before)
+    (folder / "more" / "b.jsonl").write_text("[]")
+    assert all(one != checksum(place) for one, place in zip(before, places, strict=True))
+    assert checksum("openai/gsm8k") == checksum("") == checksum(str(tmp_path / "none*")) == ""
+    monkeypatch.setattr(checksums, "MOST_BYTES", 3)
+    first = checksum(str(folder))
+    (folder / "more" / "b.jsonl").write_text("[!")
+    assert checksum(str(folder)) == first  # beyond what is read
+    (folder / "more" / "b.jsonl").write_text("[]]")
+    assert checksum(str(folder)) != first
 
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
