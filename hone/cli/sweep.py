@@ -3,7 +3,7 @@
     combinations --all settings checked--> runs in processes of their own, `--at-once` at a time --> sweep.html
 
 The runs are in `<run.dir>-sweep/`. The same command continues runs that have not ended. A run that fails does not end
-the others. With runtime.backend=ray, several at once share the cluster: each waits for its devices.
+the others. On a Ray cluster several at once share its devices: each waits until enough of them are free.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -27,10 +28,12 @@ from rich.table import Table
 from hone.cli.errors import EXIT_FAILED, say, sigterm_as_ctrl_c
 from hone.cli.recipe import KINDS, load_recipe
 from hone.composition import ConfigError
+from hone.runtime.settings import RaySettings
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
 from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
 
 LOOK_S = 0.2  # between two looks at the processes
+QUEUE_S = 14 * 86400.0  # for devices that the sweep's other runs use
 END_S = 600.0  # for runs that are interrupted to end their step and save it
 COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0a7ea4", "#57606a")
 STYLE = """
@@ -81,6 +84,7 @@ def run_sweep(kind: str, recipe: Path, keys: Sequence[str], sweeps: Sequence[str
     for run, other in itertools.combinations(runs, 2):
         if run.folder == other.folder:
             raise ConfigError(f"--sweep: {run.values} and {other.values} would share the folder {run.folder}")
+    keys = [*keys, *_shared_cluster(config.runtime.backend, at_once)]
     folder.mkdir(parents=True, exist_ok=True)
     command = KINDS[kind].command.removeprefix("hone ")
     say(f"{len(runs)} runs in {folder}, {at_once} at a time")
@@ -93,6 +97,18 @@ def run_sweep(kind: str, recipe: Path, keys: Sequence[str], sweeps: Sequence[str
         for run in failed:
             say(f"error: the run {run.name} failed; its output is in {run.log}")
         raise typer.Exit(EXIT_FAILED)
+
+
+def _shared_cluster(backend: Any, at_once: int) -> list[str]:
+    """The overrides with which runs share a Ray cluster. Raises ConfigError if each would start one of its own."""
+    if not isinstance(backend, RaySettings) or at_once == 1:
+        return []
+    if backend.nodes == 1 and backend.address in ("", "local"):
+        raise ConfigError(
+            f"--at-once {at_once}: without runtime.backend.address each run starts a cluster of its own, and all would "
+            "use the same devices; run `ray start --head` first, and set runtime.backend.address=auto"
+        )
+    return [] if backend.queue_timeout_s is not None else [f"runtime.backend.queue_timeout_s={QUEUE_S:.0f}"]
 
 
 def _combinations(sweeps: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:

@@ -121,7 +121,7 @@ class ResourcePool:
         connect(settings)
         self._ranks: list[_Rank] = []
         platform = current_platform()
-        group = reserve(shape, platform, self._start_s)
+        group = reserve(shape, platform, settings)
         bundles = list(nodes_of(group))  # the driver's machine is first: rank 0 hands the weights to the driver
         actors = [self._start(platform, group, bundles[rank // shape.devices]) for rank in range(self.size)]
         self._finalizer = weakref.finalize(self, _end, group, actors)

@@ -42,6 +42,7 @@ from hone.runtime.settings import RaySettings
 LOG = logging.getLogger("hone")
 SHARE_OF_CPU = 0.001  # CPU share of a rank or server: there may be more than cores, and no bundle may be empty
 PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables that the driver passes on
+QUIET_S = 5.0  # without devices, before that is said
 GLANCE_S = 0.05  # between checks for an actor's answer
 AGAIN_S = 0.5  # before a new attempt to start an actor
 ASK_S = 5.0  # time limit for fetching a finished answer
@@ -142,22 +143,30 @@ def demand(platform: PlatformBase, devices: int) -> dict[str, float]:
     return {platform.ray_resource: devices * (SHARE_OF_CPU if platform.device == "cpu" else 1)}
 
 
-def reserve(shape: PoolDevices, platform: PlatformBase, start_s: float) -> Any:
+def reserve(shape: PoolDevices, platform: PlatformBase, settings: RaySettings) -> Any:
     """A placement group with one bundle for each node, of all its devices: the ranks of a node are neighbours.
 
-    Raises ConfigError if the cluster does not have them free within `start_s` seconds.
+    Raises ConfigError if the cluster does not have them within `start_timeout_s`. Where it has them, but others use
+    them, it waits for `queue_timeout_s`.
     """
     strategy = "STRICT_SPREAD" if shape.nodes > 1 else "STRICT_PACK"
     group = placement_group([demand(platform, shape.devices)] * shape.nodes, strategy=strategy)
-    if not group.wait(start_s):
+    queue_s, start_s, kind = settings.queue_timeout_s, settings.start_timeout_s, platform.ray_resource
+    needed = shape.nodes * demand(platform, shape.devices)[kind]
+    queued = queue_s is not None and ray.cluster_resources().get(kind, 0) >= needed
+    longest = (queue_s if queued else None) or start_s
+    wanted = f"{shape.nodes} node(s) with {shape.devices} free device(s) each"
+    if group.wait(min(QUIET_S, longest)):
+        return group
+    LOG.warning("waiting for %s of the Ray cluster, for %.0f s at most", wanted, longest)
+    if not group.wait(longest - min(QUIET_S, longest)):
         remove_placement_group(group)
-        kind = platform.ray_resource
         there = {kind: ray.cluster_resources().get(kind, 0)}
         free = {kind: ray.available_resources().get(kind, 0)}
         alive = sum(bool(node["Alive"]) for node in ray.nodes())
         raise ConfigError(
-            f"{shape.key}: the cluster did not have {shape.nodes} node(s) with {shape.devices} free device(s) each "
-            f"within start_timeout_s={start_s:g}; it has {alive} node(s) and {there}, of which {free} are free"
+            f"{shape.key}: the cluster did not have {wanted} within {'queue' if queued else 'start'}_timeout_s="
+            f"{longest:g}; it has {alive} node(s) and {there}, of which {free} are free"
         )
     return group
 
@@ -268,7 +277,7 @@ class Reservation:
 
     def __init__(self, shape: PoolDevices, settings: RaySettings) -> None:
         connect(settings)
-        self.group = reserve(shape, current_platform(), settings.start_timeout_s)
+        self.group = reserve(shape, current_platform(), settings)
         self._finalizer = weakref.finalize(self, _give_back, self.group)
 
 

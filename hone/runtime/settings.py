@@ -50,6 +50,9 @@ class RaySettings(Choice):
     start_timeout_s: float = setting(
         120.0, "longest wait for devices, for the start of the ranks, and for room for a rollout server", unit="s", gt=0
     )
+    queue_timeout_s: float | None = setting(
+        None, "longest wait for devices that other programs of the cluster use; null: start_timeout_s", unit="s", gt=0
+    )
     bucket_mib: int = setting(
         256, "size of one bucket of weights from the ranks; two exist at a time", unit="MiB", ge=1
     )

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 import hone
 from hone.cli.answer_file import AnswerFile
@@ -23,7 +20,7 @@ from hone.models.settings import ModelConfig
 from hone.rollout.settings import RolloutConfig
 from hone.trainers.answering.chat import chatting
 from hone.trainers.answering.model import Answering, name_of
-from hone.trainers.run.run_model import local_model
+from tests.trainers.letters import letter_model
 from tests.trainers.tiny import BASE, recipe
 
 KEY = "a1" * 12
@@ -40,19 +37,10 @@ def said(text):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two folders of models whose greedy answers are letters, and differ: large weights, special tokens with none."""
+    """Two folders of models whose greedy answers are letters, and differ."""
     folder = tmp_path_factory.mktemp("models")
-    shape = {**BASE["model"]["build"], "max_positions": 64}
     for seed, name in enumerate(("one", "two")):
-        local_model(build(ModelConfig, {"build": shape}, "test"), folder / name)
-        file = folder / name / "model.safetensors"
-        generator, weights = torch.Generator().manual_seed(seed), load_file(file)
-        for key, weight in weights.items():
-            weights[key] = torch.randn(weight.shape, generator=generator) if weight.ndim > 1 else weight
-            if key.endswith("embed_tokens.weight"):
-                letters = AutoTokenizer.from_pretrained(folder / name).convert_tokens_to_ids(list("abcd"))
-                weights[key][[row for row in range(len(weight)) if row not in letters]] = 0.0
-        save_file(weights, file, {"format": "pt"})
+        letter_model(folder / name, {**BASE["model"]["build"], "max_positions": 64}, seed)
     return folder
 
 

@@ -40,6 +40,8 @@ def test_a_wrong_value_is_found_before_the_first_run(tmp_path, capsys):
     assert not (tmp_path / "run-sweep").exists()
     assert main(["train", run_file, "--sweep", "run.seed=1,1"]) == 2
     assert "would share the folder" in capsys.readouterr().err
+    assert main(["train", run_file, "--sweep", "run.seed=1,2", "--at-once", "2", "runtime.backend=ray"]) == 2
+    assert "all would use the same devices; run `ray start --head` first" in capsys.readouterr().err
     assert main(["train", "--model", "m", "--sweep", "run.seed=1,2"]) == 2
     assert "--sweep takes a run file and settings only: hone train RUN.yaml --sweep" in capsys.readouterr().err
 

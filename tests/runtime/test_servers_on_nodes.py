@@ -6,21 +6,25 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from hone.config import ConfigError, build, load
 from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.platforms.base import current_platform
 from hone.processes.child import ServerFailed
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
+from hone.runtime import ray_cluster
 from hone.runtime.local import LocalWorkerGroup
-from hone.runtime.ray_cluster import RankDevices, connect, shared_devices
+from hone.runtime.ray_cluster import PoolDevices, RankDevices, connect, reserve, shared_devices
 from hone.runtime.ray_patches import LOOPBACK
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -283,6 +287,48 @@ def test_servers_share_devices_with_ranks_from_machine_to_machine(machines):
         shared_devices(None, ranks, 60.0, 1, 6)
     with pytest.raises(ConfigError, match=r"12 ranks .* the run's ranks have 2 machine\(s\) with 4 device\(s\)"):
         shared_devices(None, ranks, 60.0, 1, 12)
+
+
+@pytest.fixture
+def held(machines):
+    """All devices of the cluster, which a placement group holds until it is removed."""
+    connect(RaySettings(address=machines.address))
+    group = placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    assert group.wait(BOUND_S)
+    yield group
+    remove_placement_group(group)
+
+
+def test_devices_that_others_use_are_waited_for_and_devices_that_there_are_not_are_not(held, caplog, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "QUIET_S", 0.1)
+    platform, queue = current_platform(), RaySettings(start_timeout_s=0.5, queue_timeout_s=BOUND_S)
+    with pytest.raises(ConfigError, match=r"1 free device\(s\) each within start_timeout_s=0\.5"):
+        reserve(PoolDevices("", 1, 1), platform, RaySettings(start_timeout_s=0.5))
+    with pytest.raises(ConfigError, match=r"within start_timeout_s=0\.5; it has 2 node\(s\)"):
+        reserve(PoolDevices("", 1, 3000), platform, queue)
+    caplog.clear()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(reserve, PoolDevices("", 1, 1), platform, queue)
+        while "waiting for 1 node(s) with 1 free device(s) each" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.02)
+        remove_placement_group(held)
+        remove_placement_group(waiting.result(BOUND_S))
+
+
+def test_the_runs_of_a_sweep_share_a_cluster(machines, held, tmp_path):
+    given = ["runtime.backend=ray", f"runtime.backend.address={machines.address}", "run.steps=1"]
+    command = [sys.executable, "-m", "hone", "train", recipe(tmp_path), *given]
+    sweep = subprocess.Popen([*command, "--sweep", "run.seed=1,2", "--at-once", "2"])
+    logs = [tmp_path / "run-sweep" / f"run.seed={seed}.log" for seed in (1, 2)]
+    until = time.monotonic() + BEGIN_S
+    while not all(log.is_file() and "waiting for 1 node(s) with 1 free" in log.read_text() for log in logs):
+        assert sweep.poll() is None, [log.read_text() for log in logs if log.is_file()]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    remove_placement_group(held)
+    assert sweep.wait(BEGIN_S) == 0
+    assert [len(metrics(log.with_suffix(""))) for log in logs] == [2, 2]
 
 
 def test_servers_end_with_the_driver_that_is_killed(machines, tmp_path):
