@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer on the task of recipes/smollm2/grpo.yaml: prints the held-out curve, one JSON object a line.
 
-    .venv-oracle/bin/python benchmarks/smollm2_trl.py MODEL_FOLDER --steps 8 --prompts 4 --lr 6e-5
+    .venv-bench/bin/python benchmarks/smollm2_trl.py MODEL_FOLDER --steps 8 --prompts 4 --lr 6e-5
 
-Same prompts, rewards, batch, loss and constant learning rate as `hone train` with the overrides on docs/benchmarks.md.
+Same prompts in the same order, rewards, batch, loss and constant learning rate as the run of hone beside it
+(`smollm2_beside_trl.py`).
 Answers to held-out prompts are greedy; the seconds of training do not contain them.
 """
 
@@ -124,6 +125,7 @@ def main() -> None:
             temperature=1.0,
             loss_type="dapo",
             seed=given.seed,
+            shuffle_dataset=False,  # the order of the file, as with data.shuffle=false
         )
         GRPOTrainer(
             model=given.model,

@@ -105,6 +105,32 @@ def test_an_unknown_way_is_refused(monkeypatch):
         products.prepare(torch.float32)
 
 
+def test_a_run_keeps_the_way_of_its_first_launch(monkeypatch, tmp_path):
+    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(products, "_settled", set())
+    monkeypatch.delenv(products.VARIABLE, raising=False)
+    file, dtypes = tmp_path / "run" / products.CHOICE_FILE, (torch.float32, torch.bfloat16)
+    products.settle(file)
+    first = file.read_text()
+    measured = [products.prepare(dtype) for dtype in dtypes]
+    assert set(first.split(",")) == set(measured) - {"torch"} or (first, set(measured)) == ("torch", {"torch"})
+    for kept, wanted in (("torch", ["torch", "torch"]), ("float32,onednn", ["onednn", "float32"])):
+        file.write_text(kept)
+        products.settle(file)
+        assert ([products.prepare(dtype) for dtype in dtypes], os.environ[products.VARIABLE]) == (wanted, kept)
+    other = tmp_path / "other"  # another run of this process measures for itself
+    products.settle(other)
+    assert other.read_text() == first
+    monkeypatch.setenv(products.VARIABLE, "float32")
+    products.settle(file)
+    assert [products.prepare(dtype) for dtype in dtypes] == ["torch", "float32"]
+    assert file.read_text() == "float32,onednn"
+    monkeypatch.delenv(products.VARIABLE)
+    file.write_text("mkl")
+    with pytest.raises(ConfigError, match=r"run/\.products=mkl: choose torch, onednn or float32"):
+        products.settle(file)
+
+
 @pytest.mark.parametrize("bias", [(), (96,), (40, 1), (40, 96), (1,)])
 def test_a_large_operand_is_widened_some_columns_at_a_time(monkeypatch, bias):
     x, weight, _ = inputs(40, 64, 96, torch.bfloat16)

@@ -16,6 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from hone.config import ConfigError
 
-VARIABLE = "HONE_CPU_PRODUCTS"  # environment variable; `torch`: torch's own products for every dtype
+VARIABLE = "HONE_CPU_PRODUCTS"  # environment variable: ways, separated by commas; other dtypes have torch's
+CHOICE_FILE = ".products"  # in a run folder: what its first launch chose
 TORCH, ONEDNN, FLOAT32 = "torch", "onednn", "float32"
 _BESIDES = {torch.float32: ONEDNN, torch.bfloat16: FLOAT32, torch.float16: FLOAT32}
 _WORTH = 1.5  # times as fast as torch's own; a wide margin, so that all processes of a run choose the same
@@ -33,6 +35,7 @@ _WIDEST = 1 << 24  # numbers of an operand that are held in float32 at a time; 6
 _chosen: dict[torch.dtype, str] = {}
 _own: dict[str, Any] = {}  # name of an operation -> torch's kernel, for those that were replaced
 _library: list[torch.library.Library] = []  # what is registered lives as long as its library
+_settled: set[str] = set()  # values of the variable that are a run's choice, and no user's
 
 
 def prepare(dtype: torch.dtype, device: str = "cpu") -> str:
@@ -50,6 +53,31 @@ def prepare(dtype: torch.dtype, device: str = "cpu") -> str:
     return _chosen[dtype]
 
 
+def settle(file: Path, device: str = "cpu") -> None:
+    """Choose for a run and the processes that it starts as its first launch did, which `file` remembers.
+
+    A trial on a busy machine may end otherwise, and then a run that continues would not repeat to the bit. A way that
+    the user forces comes first. Raises ConfigError as `prepare` does.
+    """
+    if device != "cpu":
+        return
+    value = os.environ.get(VARIABLE, "")
+    forced = "" if value in _settled else value
+    if not forced:
+        os.environ.pop(VARIABLE, None)  # of another run of this process
+        _chosen.clear()
+    kept = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    chosen = forced or kept or ",".join(sorted({prepare(torch.float32), prepare(torch.bfloat16)} - {TORCH})) or TORCH
+    _ways_in(chosen, VARIABLE if forced else str(file))
+    if not kept:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(chosen, encoding="utf-8")
+    if not forced:
+        _settled.add(chosen)
+    os.environ[VARIABLE] = chosen
+    _chosen.clear()
+
+
 def described(dtype: torch.dtype) -> str:
     """The way of `prepare`, for a person."""
     by = {
@@ -61,18 +89,29 @@ def described(dtype: torch.dtype) -> str:
 
 
 def _choose(dtype: torch.dtype) -> str:
-    besides, wanted = _BESIDES.get(dtype, TORCH), os.environ.get(VARIABLE, "")
-    if wanted not in ("", TORCH, ONEDNN, FLOAT32):
-        raise ConfigError(f"{VARIABLE}={wanted}: choose {TORCH}, {ONEDNN} or {FLOAT32}, or leave it out")
+    besides, wanted = _BESIDES.get(dtype, TORCH), _ways_in(os.environ.get(VARIABLE, ""), VARIABLE)
     if wanted or besides == TORCH:
-        return besides if wanted == besides else TORCH
+        return besides if besides in wanted else TORCH
     if besides == ONEDNN and not torch.backends.mkldnn.is_available():
         return TORCH
     rows = 256 if dtype == torch.float32 else 32  # a loop of scalars takes 20 ms for it
     a, b = torch.ones(rows, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    with torch.inference_mode():
-        ours, theirs = (_seconds(way, a, b) for way in (_WAYS[besides], torch.mm))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the time of this thread is that of the product
+    try:
+        with torch.inference_mode():
+            ours, theirs = (_seconds(way, a, b) for way in (_WAYS[besides], torch.mm))
+    finally:
+        torch.set_num_threads(threads)
     return besides if theirs > _WORTH * ours else TORCH
+
+
+def _ways_in(text: str, source: str) -> list[str]:
+    ways = [one.strip() for one in text.split(",") if one.strip()]
+    for way in ways:
+        if way not in (TORCH, ONEDNN, FLOAT32):
+            raise ConfigError(f"{source}={way}: choose {TORCH}, {ONEDNN} or {FLOAT32}, or leave it out")
+    return ways
 
 
 def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:

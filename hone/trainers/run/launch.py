@@ -20,7 +20,7 @@ from hone.data.stream import PromptMaker, make_renderer
 from hone.engines.settings import EngineConfig
 from hone.full_disk import until_room
 from hone.models.loading import DTYPES
-from hone.models.numerics.products import described
+from hone.models.numerics.products import CHOICE_FILE, described, settle
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
@@ -286,6 +286,7 @@ def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[li
         count_as_read(config.evaluation)  # `evaluation.sets={}` switches evaluation off, with all that says how it goes
     seed_everything(config.run.seed)
     changes = write_config(folder, config, config.run.steps) if ranks.is_first() else []
+    ranks.first_alone(lambda: settle(folder / CHOICE_FILE, current_platform().device))
     model = ranks.first_alone(lambda: local_model(config.model, folder / FOLDER))
     renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
     return changes, model, renderer
