@@ -59,7 +59,7 @@ def trl_curve(given: argparse.Namespace, seed: int) -> Curve:
     model = RESULTS / f"smollm2-hone-{seed}" / "model"
     command = [peer_python(), str(PEER), str(model), *(f"--{name}={value}" for name, value in options.items())]
     done = subprocess.run(command, check=True, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
 
 
 def mean_and_deviation(values: list[float]) -> str:
