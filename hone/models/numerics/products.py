@@ -6,8 +6,8 @@
                       or float32's, rounded once: what a native product does, which adds up in float32, too
 
 A way is installed below autograd, as torch's kernel for the CPU of `mm`, `addmm`, `bmm`, `baddbmm` and grouped
-products. So it serves every layer in both directions, and nothing above has to know of it. Products that write into a
-tensor of their caller (`out=`, in place) and compiled layers stay torch's.
+products. So it serves every layer in both directions, and nothing above has to know of it. Of products that write into
+a tensor of their caller, `mm` has it, which compiled layers call; the others stay torch's.
 """
 
 from __future__ import annotations
@@ -162,6 +162,13 @@ def _addmm(keys: Any, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, a
     return _in_blocks(a, b, lambda left, right, at: torch.addmm(_columns(added, at), left, right))
 
 
+def _mm_out(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """What compiled layers call."""
+    if _way(a, b) == TORCH or out.dtype != a.dtype:
+        return _torch_s("mm.out", keys, a, b, out=out)
+    return out.resize_(a.shape[0], b.shape[1]).copy_(_mm(keys, a, b))
+
+
 def _bmm(keys: Any, a: Tensor, b: Tensor) -> Tensor:
     if _way(a, b) != FLOAT32:
         return _torch_s("bmm", keys, a, b)
@@ -209,6 +216,6 @@ def _columns(added: Tensor, at: slice) -> Tensor:
 
 
 _WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {ONEDNN: _onednn, FLOAT32: _rounded}
-_KERNELS = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "_grouped_mm": _grouped_mm}
+_KERNELS = {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "_grouped_mm": _grouped_mm}
 
 __all__ = ["VARIABLE", "described", "prepare"]
