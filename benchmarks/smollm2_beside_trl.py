@@ -1,4 +1,5 @@
-"""How hone and TRL's GRPOTrainer learn the task of recipes/smollm2: held-out curves by step and by time, and memory.
+"""Learning of hone and of TRL's GRPOTrainer on the task of recipes/smollm2: held-out curves by step and by time.
+
 
     OMP_NUM_THREADS=1 python benchmarks/smollm2_beside_trl.py --seeds 0 1 2 --steps 12
 
@@ -68,7 +69,7 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def at_time(curve: Curve, seconds: float) -> float:
-    """What the last answers by then had solved."""
+    """Share that the last answers by then had solved."""
     return [point["solved"] for point in curve if point["training_s"] <= seconds][-1]
 
 

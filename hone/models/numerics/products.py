@@ -163,7 +163,7 @@ def _addmm(keys: Any, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, a
 
 
 def _mm_out(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """What compiled layers call."""
+    """Product into a tensor of the caller, which compiled layers ask for."""
     if _way(a, b) == TORCH or out.dtype != a.dtype:
         return _torch_s("mm.out", keys, a, b, out=out)
     return out.resize_(a.shape[0], b.shape[1]).copy_(_mm(keys, a, b))
