@@ -77,7 +77,7 @@ def calibrate(config: Any, sizes: Sizes, run: Run, say: Callable[[str], None]) -
     """
     alone = changed(config, {"runtime.backend": {"name": "local"}, "actor.backend": {"name": "fsdp2"}})
     torch.set_num_threads(alone.runtime.threads or torch.get_num_threads())
-    machine = this_machine(known_devices())
+    machine = this_machine(known_devices(), alone.actor.compute_dtype)
     facts: dict[str, Mapping[str, Sequence[float]]] = {}
     with TemporaryDirectory(prefix="hone-calibrate-") as made:
         local = {name: local_model(one, Path(made) / name / FOLDER) for name, one in models_of(alone).items()}

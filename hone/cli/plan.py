@@ -58,12 +58,15 @@ class Hardware:
         bool, typer.Option("--calibrate", help="first time this machine on the run's shapes, and keep the facts")
     ] = False
 
-    def machine(self) -> Machine:
-        """The devices by their facts. Raises ConfigError for devices that no file describes."""
+    def machine(self, computed: str) -> Machine:
+        """The devices by their facts, for a run that computes in the dtype `computed`.
+
+        Raises ConfigError for devices that no file describes.
+        """
         known = known_devices(self.device_facts)
         if self.devices:
-            return parse_devices(self.devices, self.nodes, known)
-        return replace(this_machine(known), nodes=self.nodes)
+            return parse_devices(self.devices, self.nodes, known, computed)
+        return replace(this_machine(known, computed), nodes=self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def plan(
         sizes = sizes_of(config, Path(folder))
         if hardware.calibrate:
             _calibrate(config, sizes)
-    machine = hardware.machine()
+    machine = hardware.machine(config.actor.compute_dtype)
     base = current_platform().memory().allocated if machine.is_cpu else 0
     sizes, given = _given(config, sizes, known.source, known.lengths)
     given = replace(given, base=base)

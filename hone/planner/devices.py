@@ -20,7 +20,8 @@ import yaml
 
 from hone import machine
 from hone.config import ConfigError
-from hone.platforms.base import current_platform
+from hone.models.numerics.products import prepare
+from hone.platforms.base import compute_dtype, current_platform
 from hone.registry import unknown
 
 CPU = "cpu"
@@ -157,14 +158,14 @@ def _check_calibrated(value: Any, place: str) -> None:
         raise ConfigError(f"{place}: expected what hone plan --calibrate writes; remove it and calibrate again")
 
 
-def parse_devices(text: str, nodes: int, known: Mapping[str, Device]) -> Machine:
+def parse_devices(text: str, nodes: int, known: Mapping[str, Device], computed: str = "float32") -> Machine:
     """Read `8xH100`, `H100`, or `8` (devices of this machine). Raises ConfigError for another text."""
     head, _, tail = text.strip().partition("x")
     count, name = (int(head), tail) if head.isdecimal() else (1, text.strip())
     if count < 1:
         raise ConfigError(f"--devices {text}: expected a number of devices above 0, such as 8xH100")
     if not name:
-        return replace(this_machine(known), devices=count, nodes=nodes)
+        return replace(this_machine(known, computed), devices=count, nodes=nodes)
     spelt = {one.casefold().replace("-", " "): one for one in known}
     exact = spelt.get(name.casefold().replace("-", " "))
     if exact is None:
@@ -174,13 +175,16 @@ def parse_devices(text: str, nodes: int, known: Mapping[str, Device]) -> Machine
     return Machine(known[exact], count, nodes)
 
 
-def this_machine(known: Mapping[str, Device]) -> Machine:
-    """The devices that a run here would find. Raises ConfigError for an accelerator that no file describes."""
+def this_machine(known: Mapping[str, Device], computed: str = "float32") -> Machine:
+    """The devices that a run here would find. A CPU that no file describes is measured with products in `computed`.
+
+    Raises ConfigError for an accelerator that no file describes.
+    """
     platform = current_platform()
     if platform.device == CPU:
         found = known.get(CPU)
         if found is None:
-            return Machine(measured_cpu())
+            return Machine(measured_cpu(compute_dtype(computed, platform)))
         total, _ = machine.memory()  # of this machine, also where a file in a shared home was written on another
         return Machine(replace(found, memory_gib=total / GIB))
     name = platform.device_name()
@@ -194,14 +198,14 @@ def this_machine(known: Mapping[str, Device]) -> Machine:
     )
 
 
-@lru_cache(maxsize=1)
-def measured_cpu() -> Device:
-    """Facts about this CPU: float32 products of square matrices and a copy of memory, timed once for a moment."""
+@lru_cache(maxsize=2)
+def measured_cpu(computed: str = "float32") -> Device:
+    """Facts about this CPU: products of square matrices and a copy of memory, timed once for a moment."""
     total, _ = machine.memory()
     return Device(
         name=CPU,
         memory_gib=total / GIB,
-        tflops=_operations_per_s() / 1e12,
+        tflops=_operations_per_s(getattr(torch, computed)) / 1e12,
         memory_gb_s=_bytes_per_s() / 1e9,
         link_gb_s=_bytes_per_s() / 1e9,
         network_gb_s=1.0,
@@ -215,8 +219,9 @@ def measured_cpu() -> Device:
     )
 
 
-def _operations_per_s() -> float:
-    a, b = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
+def _operations_per_s(dtype: torch.dtype) -> float:
+    prepare(dtype)  # the way in which models multiply here
+    a, b = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
     return 2 * _SIDE**3 / _seconds_each(lambda: torch.mm(a, b))
 
 

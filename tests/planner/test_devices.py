@@ -1,11 +1,14 @@
 """Facts about devices: names, a user's file, and this CPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from hone.cli.plan import Hardware
 from hone.config import ConfigError
-from hone.planner.devices import Machine, known_devices, measured_cpu, parse_devices
+from hone.planner.devices import Machine, known_devices, measured_cpu, parse_devices, this_machine
 from hone.planner.roofline import Load, Pass, costs_of, forward_operations
+from hone.platforms.base import current_platform
 from tests.planner.test_memory import ACTOR, ANATOMY
 
 FACTS = "memory_gib: 10, tflops: 1, memory_gb_s: 100, link_gb_s: 10, network_gb_s: 1"
@@ -27,8 +30,8 @@ def test_a_machine_is_a_count_and_a_name(text, count, name):
 
 
 def test_more_machines_are_of_the_same_devices(monkeypatch):
-    monkeypatch.setattr("hone.cli.plan.this_machine", lambda known: Machine(known["H100"], 8))
-    assert Hardware(nodes=2).machine().total == 16
+    monkeypatch.setattr("hone.cli.plan.this_machine", lambda known, computed: Machine(known["H100"], 8))
+    assert Hardware(nodes=2).machine("auto").total == 16
 
 
 def test_a_users_file_adds_and_replaces(tmp_path):
@@ -64,11 +67,16 @@ def test_other_devices_are_refused(text, says):
         parse_devices(text, 1, known_devices())
 
 
-def test_a_cpu_is_measured():
-    found = measured_cpu()
-    assert found.tflops > 1e-3
-    assert found.memory_gb_s > 0.1
-    assert "measured" in found.source
+def test_a_cpu_is_measured_with_products_as_the_run_has_them(monkeypatch):
+    for computed in ("float32", "bfloat16"):
+        found = measured_cpu(computed)
+        assert found.tflops > 1e-3
+        assert found.memory_gb_s > 0.1
+        assert "measured" in found.source
+    monkeypatch.setattr("hone.planner.devices.measured_cpu", lambda computed: replace(found, name=computed))
+    dtype = "float32" if current_platform().why_bfloat16_is_slow() else "bfloat16"
+    machines = [this_machine({}, "auto"), this_machine({}, "float32"), parse_devices("2", 1, {}, "auto")]
+    assert [one.device.name for one in machines] == [dtype, "float32", dtype]
 
 
 def test_costs_by_hand(tmp_path):

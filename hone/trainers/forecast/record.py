@@ -53,7 +53,8 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
                 resolve("hone.engines.lora.adapter:Adapter")  # PEFT's modules are held, too
             base = _held() if on_cpu else 0  # measuring a CPU takes memory itself
             launched = ranks.ranks()
-            machine, given = this_machine(known_devices()), Given(base=base, ranks=launched if launched > 1 else 0)
+            machine = this_machine(known_devices(), copy.actor.compute_dtype)
+            given = Given(base=base, ranks=launched if launched > 1 else 0)
             sizes = sizes_of(copy, Path(made), convert=False)
             found = forecast(copy, sizes, placement_of(copy, machine, given.ranks), given)
             why_not = why_refused(copy, sizes, machine, given, found) if refuse else ""
