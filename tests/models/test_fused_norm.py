@@ -29,7 +29,10 @@ def test_the_usual_norms_are_recognised(cls):
     assert fuse_norms(torch.nn.Sequential(cls(4), cls(4))) == 2
 
 
-@pytest.mark.parametrize("way", ["written", "by torch", pytest.param("accelerator", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "way",
+    ["written", pytest.param("by torch", id="by torch on a cpu"), pytest.param("accelerator", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("shape", [(1, 7, 16), (1, 5, 3, 16)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 0.0)])
 def test_values_and_gradients_equal_those_of_transformers(shape, dtype, tolerance, way):
