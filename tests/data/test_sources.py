@@ -271,6 +271,16 @@ def test_a_wrong_task_or_option_is_a_clear_error(settings, said, dataset):
         open_rows(dataset(source={"name": "reasoning_gym", **settings}))
 
 
+def test_a_small_file_is_read_without_the_bar_of_the_library(tmp_path, dataset, monkeypatch, capfd):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.enable_progress_bars()
+    (tmp_path / "one.csv").write_text("a,b\nx,y\n")
+    assert list_of(dataset(path=tmp_path / "one.csv")) == [{"a": "x", "b": "y"}]
+    assert datasets.is_progress_bar_enabled()
+    assert capfd.readouterr().err == ""
+
+
 def test_hugging_face_folders(tmp_path, dataset, write_jsonl, monkeypatch):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()

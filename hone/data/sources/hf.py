@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hone.data.settings import HfSettings, RowsConfig
 from hone.data.sources.base import FILES_OF_DATASETS, DataError, ListRows
 
+BAR_BYTES = 64 << 20  # of a file, which take about a second
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 
 
@@ -41,7 +44,21 @@ def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
         if folder.suffix not in FILES_OF_DATASETS:
             raise ValueError(f"a file should end in {' or '.join(FILES_OF_DATASETS)}")
         name, options = FILES_OF_DATASETS[folder.suffix]
-        return datasets.load_dataset(name, data_files=str(folder.resolve()), split=settings.split, **options)
+        with _bar_of_large_files(datasets, folder):
+            return datasets.load_dataset(name, data_files=str(folder.resolve()), split=settings.split, **options)
     if folder.is_dir():
         path = str(folder.resolve())  # `json` or `csv` alone would be the library's own loader of such files
     return datasets.load_dataset(path, settings.subset, split=settings.split, revision=settings.revision)
+
+
+@contextmanager
+def _bar_of_large_files(datasets: Any, file: Path) -> Iterator[None]:
+    """Turn the library's progress bar off for a file that is read in a moment."""
+    turned_off = file.stat().st_size < BAR_BYTES and datasets.is_progress_bar_enabled()
+    if turned_off:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if turned_off:
+            datasets.enable_progress_bars()
