@@ -13,6 +13,9 @@ from hone.data.templates.forms import EXAMPLE_TOOLS, QUESTION, THOUGHT, Renderin
 from hone.types import Message
 
 GUARD = "\ufdd0"  # stands within text that must not become a special token
+_KNOWN = ("system", "user", "assistant", "tool")  # roles of which templates make no token by accident
+_NO_ROLE = "role-5e07ab"
+_PLACES = 256  # roles that are remembered
 REPLACEMENT = "\ufffd"  # for a character that a tokenizer reads as a token
 ESCAPED_GUARD = "\\ufdd0"  # as Python prints it, and JSON of ASCII
 _RESERVED = re.compile("[\ufdd0-\ufdef]")  # characters that no text has: Unicode keeps them for a program's own use
@@ -37,6 +40,8 @@ class Guard:
     def __init__(self, template: Rendering, tokenizer: Any) -> None:
         known = list(tokenizer.added_tokens_decoder.values())
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        self._template = template
+        self._roles: set[str] = set(_KNOWN)  # of which the template makes no control token
         self._normalize = None if normalizer is None else normalizer.normalize_str
         self._normalized = {str(token) for token in known if token.normalized} if self._normalize else set()
         added = {str(token) for token in known} | set(tokenizer.all_special_tokens)
@@ -55,14 +60,36 @@ class Guard:
         return _Tokens(_any_of(texts), hidden, self._normalize)
 
     def message(self, message: Message, *, strict: bool = False) -> Message:
-        """The message with a mark in everything that looks like a token; `strict`: an environment says it."""
-        role = message.get("role")
+        """The message with a mark in everything that looks like a token; `strict`: an environment says it.
+
+        Raises RenderingError for a role of which the template makes a control token.
+        """
+        role = message["role"]
         others = self._added if strict or role in ("tool", "assistant") else self._special
         guarded: dict[str, Any] = {}
         for key, value in message.items():
             own = role == "assistant" and key in ("content", "reasoning_content")
             guarded[key] = _marked(value, self._framing if own else others)
+        self._check_role(guarded["role"])
         return cast(Message, guarded)
+
+    def _check_role(self, role: str) -> None:
+        """Raise RenderingError for a role such as `end`, of which `'<|' + role + '|>'` makes `<|end|>`."""
+        if role in self._roles:
+            return
+        counts = []
+        for name in (role, _NO_ROLE):
+            with suppress(RenderingError):  # then it refuses the conversation, too, or knows the role by name
+                text = self._template.render([QUESTION, Message(role=name, content="said")], opening=False)
+                counts.append(self._framing.count(text))
+        if len(counts) == 2 and counts[0] > counts[1]:
+            raise RenderingError(
+                f"a message has the role {role.replace(GUARD, '')!r:.60}, of which the chat template makes a token "
+                f"that begins or ends messages; write one of {', '.join(_KNOWN)}, or another name"
+            )
+        if len(self._roles) >= _PLACES:
+            self._roles = set(_KNOWN)
+        self._roles.add(role)
 
     def tools(self, tools: Tools) -> Tools:
         """JSON schemas with the same marks in their names, keys and descriptions."""
@@ -109,6 +136,11 @@ class _Tokens:
         if self.plain is not None:
             text = self.plain.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
         return text if self.hidden is None else GUARD.join(map(self._apart, text.split(GUARD)))
+
+    def count(self, text: str) -> int:
+        """The number of these tokens in a text."""
+        found = 0 if self.plain is None else len(self.plain.findall(text))
+        return found if self.hidden is None else found + len(self.hidden.findall(self.normalize(text)))
 
     def _apart(self, text: str) -> str:
         """The text with marks where two halves have a hidden token that neither half has."""
