@@ -37,6 +37,8 @@ _CASES = re.compile(  # a system of equations, row by row
     r"(?:\\left\s?\\\{\s?)?\\begin\s?\{(?:cases|aligned|align\*?|gathered|array)\}(?:\{[lcr]{1,3}\})?"
     r"((?:(?!\\(?:begin|end)\b)[^&]){1,2000})\\end\s?\{[a-z]{1,9}\*?\}(?:\s?\\right\s?\.)?"
 )
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{0,40})\\overline\s?\{(\d{1,40})\}(?![\d_])")
+_BASED = re.compile(r"\d[\dA-Fa-f]{0,400}_(?:\{\(?)?(\d{1,2})\)?\}?")
 _MONEY = re.compile(r"\\\$|[£€¥₹]|\b(?:dollars?|usd)\b", re.IGNORECASE)
 _AMOUNT = r"(?<![\d.,])([\d,]++(?:\.\d++)?+)"
 _MINUS = r"((?<![\w)\]}.%])[-−])?"  # between two amounts it is no sign
@@ -165,6 +167,7 @@ def plain(text: str) -> str:
     text = _CASES.sub(_equations, text)
     text = joined(text)
     text = _fractions(text)
+    text = _REPEATING.sub(_as_fraction, text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
     text = _spelled_out(text.translate(_SPELLINGS))
@@ -178,6 +181,13 @@ def _equations(found: re.Match[str]) -> str:
     rows = [row.strip(" ,;\n") for row in found[1].split("\\\\")]
     equations = [row for row in rows if row]
     return ", ".join(equations) if all("=" in row for row in equations) else found[0]
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    """Write `0.1\\overline{6}` as `\\frac{15}{90}`."""
+    whole, before, again = found.groups()
+    under = (10 ** len(again) - 1) * 10 ** len(before)
+    return f"\\frac{{{int(whole + before + again) - int(whole + before or '0')}}}{{{under}}}"
 
 
 def _spelled_out(text: str) -> str:
@@ -250,6 +260,26 @@ def number(text: str) -> Fraction | None:
         return None
     value = Fraction(Decimal(found[2].replace(",", "")))
     return -value if found[1] == "-" else value
+
+
+def percentage(text: str) -> Fraction | None:
+    """The number before the percent sign that ends a plain text; None for anything else.
+
+    >>> percentage(r"12.5\\%"), percentage("12.5")
+    (Fraction(25, 2), None)
+    """
+    text = unwrapped_words(text)
+    return number(text[:-1].removesuffix("\\")) if text.endswith("%") else None
+
+
+def base_of(text: str) -> str:
+    """The base in which a plain text is a number, "" where it names none.
+
+    >>> base_of("1011_2"), base_of("2A_{16}"), base_of("x_2")
+    ('2', '16', '')
+    """
+    found = _BASED.fullmatch(text)
+    return found[1] if found else ""
 
 
 def quantity(text: str) -> Quantity | None:
@@ -328,12 +358,14 @@ __all__ = [
     "Quantity",
     "after_final",
     "answer_part",
+    "base_of",
     "boxes",
     "cents_at_the_end",
     "clock_or_ratio",
     "dollars_at_the_end",
     "is_money",
     "number",
+    "percentage",
     "plain",
     "prose",
     "quantity",

@@ -32,12 +32,14 @@ from hone.rewards.extraction import joined, spelled
 from hone.rewards.formulas import (
     after_final,
     answer_part,
+    base_of,
     boxes,
     cents_at_the_end,
     clock_or_ratio,
     dollars_at_the_end,
     is_money,
     number,
+    percentage,
     placed_boxes,
     plain,
     prose,
@@ -157,6 +159,11 @@ def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
             return _near(dollars.value, cents.value / 100)
         same_unit = not found.unit or not expected.unit or found.unit == expected.unit
         return same_unit and _near(expected.value, found.value)
+    for exact, share in ((expected, percentage(answer)), (found, percentage(truth.text))):
+        if exact is not None and share is not None and exact.unit in ("", "percent"):  # 12.5% is 12.5, and 0.125
+            return _near(exact.value, share) or (not exact.unit and _near(exact.value, share / 100))
+    if len({base_of(truth.text), base_of(answer)} - {""}) > 1:
+        return False  # which math-verify does not read
     if _is_text(truth.text):
         times = clock_or_ratio(truth.text)
         return times is not None and times == clock_or_ratio(answer)

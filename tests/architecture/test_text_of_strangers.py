@@ -36,11 +36,13 @@ from hone.rewards.extraction import only_number
 from hone.rewards.formulas import (
     after_final,
     answer_part,
+    base_of,
     boxes,
     cents_at_the_end,
     clock_or_ratio,
     dollars_at_the_end,
     is_money,
+    percentage,
     plain,
     prose,
     quantity,
@@ -91,6 +93,8 @@ def _formulas(text: str) -> None:
         plain,
         prose,
         quantity,
+        percentage,
+        base_of,
         words,
         clock_or_ratio,
         clocks,
@@ -141,6 +145,9 @@ READERS: dict[str, Reader] = {
                 "\\text{cm}^2",
                 "1 1/2 %",
                 "1\\frac12\\%",
+                "1.1\\overline{1}",
+                "1_2",
+                "a.m. ",
             ),
         ),
     ),
@@ -187,7 +194,7 @@ TRIED: dict[str, dict[str, str]] = {
         ("_SIGNS", "_THOUSANDS", "_UNEQUAL", "_WRITTEN_SIGNS", "_BUILDER", "_JOINED"), "formulas"
     ),
     "hone/rewards/answers/words.py": dict.fromkeys(
-        ("CLOCK", "TEXT", "_DATE", "_LETTERS", "_COMMANDS", "7 without a name"), "formulas"
+        ("CLOCK", "TEXT", "_DATE", "_NOON", "_LETTERS", "_COMMANDS", "7 without a name"), "formulas"
     ),
     "hone/rewards/formulas.py": dict.fromkeys(
         (
@@ -200,6 +207,8 @@ TRIED: dict[str, dict[str, str]] = {
                 "_RATIO",
                 "_MIXED",
                 "_MIXED_PERCENT",
+                "_REPEATING",
+                "_BASED",
                 "_PERCENT",
                 "_TAG",
             ),

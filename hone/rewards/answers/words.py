@@ -7,6 +7,7 @@ import unicodedata
 
 CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+_NOON = re.compile(r"(?<![^\W\d_])([apAP])\.\s?[mM]\b")  # a.m. and p.m.
 _DATE = re.compile(r"(?<![\d.-])\d{4}-\d{2}-\d{2}(?![\d.-]\d)")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _COMMANDS = re.compile(r"\\[A-Za-z]+(?:\s?\{[A-Za-z ]{2,80}\})?")
@@ -38,6 +39,7 @@ def words(text: str) -> str:
     """
     text = unicodedata.normalize("NFC", unwrapped_words(text))
     text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:")
+    text = _NOON.sub(r"\1m", text)
     named = any(map(_is_name, _LETTERS.findall(text)))
     if re.search(r"[\\^_=<>*|{}]|\+\s?\w", text) or (not named and re.search(r"[^\W_][!'’]", text)):
         return text
