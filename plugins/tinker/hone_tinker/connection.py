@@ -5,7 +5,8 @@
                                         `-- a heartbeat every 10 s
 
 Every request has a number of its own, so a service that gets it twice runs it once: after a broken connection, 408, 429
-and 5xx it is sent again until `timeout_s` has passed. Nothing else is repeated.
+and 5xx it is sent again until `timeout_s` has passed, as is a sampling request that the service has forgotten. Nothing
+else is repeated.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ REQUESTS = 512  # at a time; others wait in order
 ROUNDS = 16  # of requests that wait for room, in one call: each has its own deadline
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0  # between two tries
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+GONE = 410
 FINISH_S = 5.0
 KEY = "TINKER_API_KEY"
 ADDRESS = "TINKER_BASE_URL"
@@ -47,11 +49,16 @@ IS_IT_ONE = "is runtime.backend.url the address of a service of Tinker's protoco
 IS_IT_A_KEY = f"; is {KEY} a key of this service?"
 HINTS = {401: IS_IT_A_KEY, 403: IS_IT_A_KEY}
 """Status that another try would get again -> a question to the user."""
+SAMPLE = "asample"  # a service that is started anew has forgotten these requests; others are on its disk
 OPENING = "create_session"  # the first request: 404 to a later one is about what it names, such as a lost checkpoint
 
 
 class ServiceFailed(Outage):
     """A service refused a request, failed, or did not answer in time."""
+
+
+class _Gone(ServiceFailed):
+    """The service has nothing of this name any more."""
 
 
 @dataclass(slots=True)
@@ -118,7 +125,7 @@ class Connection:
             try:
                 await self._once("POST", "session_heartbeat", {"session_id": session_id}, HEARTBEAT_S)
             except _Refused as error:
-                if error.status == 410:
+                if error.status == GONE:
                     self._ended = f"the service has ended the session: {error}"
                     return
             except (ServiceFailed, aiohttp.ClientError, TimeoutError, OSError):
@@ -162,12 +169,16 @@ class Connection:
         """The result of a request that the service answers with a promise. Raises ServiceFailed."""
         async with self._room:
             deadline = time.monotonic() + self.timeout_s  # without the time that it waits for room
-            promise = await self._again("POST", path, body, deadline)
-            called = f"{path} at {self.url}"
-            asked = {"request_id": field_of(promise, "request_id", called), "allow_metadata_only": False}
-            state = ""
+            called, asked, state = f"{path} at {self.url}", await self._promise(path, body, deadline), ""
             while time.monotonic() < deadline:
-                found = await self._again("POST", "retrieve_future", asked, deadline, pending=True)
+                try:
+                    found = await self._again("POST", "retrieve_future", asked, deadline, pending=True)
+                except _Gone:
+                    if path != SAMPLE:
+                        raise
+                    await asyncio.sleep(FIRST_WAIT_S)
+                    asked = await self._promise(path, body, deadline)  # the service was started anew meanwhile
+                    continue
                 if isinstance(found, bytes):
                     return found
                 if not isinstance(found, dict):
@@ -181,6 +192,12 @@ class Connection:
             f"{called} has no result after {self.timeout_s:g} s"
             f"{f' ({state})' if state else ''}; raise runtime.backend.timeout_s if it needs longer"
         )
+
+    async def _promise(self, path: str, body: Mapping[str, Any] | bytes, deadline: float) -> dict[str, Any]:
+        """Send a request; returns the question for its result."""
+        promise = await self._again("POST", path, body, deadline)
+        request_id = field_of(promise, "request_id", f"{path} at {self.url}")
+        return {"request_id": request_id, "allow_metadata_only": False}
 
     async def _again(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None, deadline: float, pending: bool = False
@@ -205,7 +222,8 @@ class Connection:
                 if error.status not in AGAIN:
                     no_service = error.status == 404 and path == OPENING
                     hint = f"; {IS_IT_ONE}" if no_service else "" if elsewhere else HINTS.get(error.status, "")
-                    raise ServiceFailed(f"{what}: status {error.status}: {error}{hint}") from error
+                    failed = _Gone if error.status == GONE else ServiceFailed
+                    raise failed(f"{what}: status {error.status}: {error}{hint}") from error
                 reason = f"status {error.status}: {error}"
             except _Broken as error:
                 reason = str(error)

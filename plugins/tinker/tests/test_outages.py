@@ -11,6 +11,7 @@ import yaml
 
 from hone.cli.main import main
 from hone_tinker import connection
+from hone_tinker.messages import read_answer, sampling_request
 from plugins.tinker.tests.test_runs import RL, compare, figures, train
 from tests.trainers.tiny import recipe
 
@@ -30,6 +31,10 @@ class Between(BaseHTTPRequestHandler):
 
     def pass_on(self, body):
         asked = self.command, self.path, body
+        if self.server.forgets and self.path.endswith("retrieve_future") and asked not in self.server.seen:
+            self.server.seen.add(asked)
+            self.say(410, {"Content-Type": "application/json"}, b'{"error": "its result is kept no more"}')
+            return
         onward = http.client.HTTPConnection(self.server.behind, timeout=60)
         kept = {name: self.headers[name] for name in ("Content-Type", "X-API-Key", "Accept") if name in self.headers}
         onward.request(*asked, {**kept, "Host": self.headers["Host"]})
@@ -60,6 +65,7 @@ def between(monkeypatch):
     monkeypatch.setattr(connection, "_connections", {})
     made = ThreadingHTTPServer(("127.0.0.1", 0), Between)
     made.behind, made.answers, made.seen = None, (200, "application/json", b"{}"), set()
+    made.forgets = False  # whether it has no result when it is asked for the first time, as one that was started anew
     made.url = f"http://127.0.0.1:{made.server_port}"
     thread = threading.Thread(target=made.serve_forever)
     thread.start()
@@ -145,6 +151,20 @@ def test_a_key_with_a_line_break_inside_is_named(monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-a\ntml-b")
     with pytest.raises(connection.ConfigError, match="TINKER_API_KEY has characters that no key has"):
         connection.connect("http://127.0.0.1:1", 1.0)
+
+
+def test_samples_that_a_service_has_forgotten_are_asked_for_again_and_commands_are_not(server, key, between):
+    between.behind, between.forgets = urlsplit(server.url).netloc, True
+    service = connection.connect(between.url, 60.0)
+    place = {"session_id": service.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    session = service.wait(service.post("create_sampling_session", place))["sampling_session_id"]
+    params = {"max_tokens": 3, "seed": 1, "temperature": 1.0}
+    body = sampling_request([8, 9, 10], params, sampling_session_id=session, seq_id=0)
+    assert read_answer(service.wait(service.result("asample", body))).tokens
+    assert any(path.endswith("retrieve_future") for _, path, _ in between.seen)
+    made = {"session_id": service.session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    with pytest.raises(connection.ServiceFailed, match="kept no more"):
+        service.wait(service.result("create_model", made))
 
 
 @pytest.mark.slow
