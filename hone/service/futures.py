@@ -117,13 +117,17 @@ class Futures:
         return entry.outcome
 
     def note_fetched(self, request_id: str) -> None:
-        self._entries[request_id].fetched = True
+        """Note that a client has a result, which may have been dropped since somebody else fetched it."""
+        if (entry := self._entries.get(request_id)) is not None:
+            entry.fetched = True
 
     def announce(self, request_id: str) -> bool:
-        """Return whether the size of a result is still to be told, and note that it is."""
-        entry = self._entries[request_id]
-        first, entry.announced = not entry.announced, True
-        return first
+        """Return whether the size of a result is to be told before it is sent, which is once."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.announced:
+            return False
+        entry.announced = True
+        return True
 
     def forget_old(self) -> list[str]:
         """Drop results that nobody asked for in time; returns their ids."""

@@ -12,7 +12,7 @@ from hone.service.protocol.refusals import BadRequest, Busy, Gone
 KEPT_S, MOST = 10.0, 10
 REQUEST, RESULT = 3, 4  # bytes
 IDS = {"a": "one", "b": "two"}  # request -> tenant
-VERBS = ("open", "again", "other", "resolve", "resolve twice", "ask", "fetch", "strange")
+VERBS = ("open", "again", "other", "resolve", "resolve twice", "ask", "fetch", "announce", "strange")
 EVENTS = [*((verb, name) for verb in VERBS for name in IDS), ("later", ""), ("forget", ""), ("room", "one")]
 
 
@@ -21,9 +21,10 @@ class Wanted:
 
     def __init__(self, known=()):
         self.known = dict(known)
+        self.announced = set()  # those whose size was told
 
     def key(self):
-        return tuple(sorted(self.known.items()))
+        return tuple(sorted(self.known.items())), tuple(sorted(self.announced & self.known.keys()))
 
     def held(self, name):
         return {"": 0, "pending": REQUEST}.get(self.known.get(name, ("",))[0], RESULT)
@@ -35,6 +36,7 @@ class Wanted:
             case "open" | "again":
                 if not state:
                     self.known[name] = ("pending", False, False)
+                    self.announced.discard(name)
                 return not state
             case "other":
                 return "refused" if state else "not tried"
@@ -48,6 +50,10 @@ class Wanted:
             case "fetch":
                 if state in ("first", "second"):
                     self.known[name] = (state, True, old)
+            case "announce":
+                first = state in ("first", "second") and name not in self.announced
+                self.announced |= {name} if first else set()
+                return first
             case "later":
                 self.known = {
                     one: (state, fetched, state != "pending") for one, (state, fetched, _) in self.known.items()
@@ -83,8 +89,10 @@ async def do(futures, clock, verb, name):
                 return "gone"
             return found and found.media
         case "fetch":
-            if await do(futures, clock, "ask", name) in ("first", "second"):
+            if await do(futures, clock, "ask", name):  # perhaps it has gone since this client was told the result
                 futures.note_fetched(name)
+        case "announce":
+            return bool(await do(futures, clock, "ask", name)) and futures.announce(name)
         case "later":
             clock[0] += 2 * KEPT_S
         case "forget":
