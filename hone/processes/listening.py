@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pyarrow as pa
 import uvicorn
 from fastapi import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,7 +29,11 @@ LOG_EVERY_S = 60.0
 
 
 class BodyRefused(ValueError):
-    """A body that is too long, or too slow."""
+    """A body that is too long, too slow, or in a form that is not taken."""
+
+    def __init__(self, message: str, status: int = 413) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Refusals:
@@ -120,6 +125,24 @@ async def read_body(request: Request, most: int, timeout_s: float = BODY_S) -> b
     return bytes(found)
 
 
+def decompressed(body: bytes, encoding: str, most: int) -> bytes:
+    """Undo `Content-Encoding`. Raises BodyRefused for one that is unknown, damaged data, or more than `most` bytes."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise BodyRefused(f"Content-Encoding: {encoding} is not supported; send zstd or none", 415)
+    try:
+        with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
+            found = bytearray()
+            while len(found) <= most and (piece := stream.read(min(most + 1 - len(found), 1 << 20))):
+                found += piece
+    except OSError as error:
+        raise BodyRefused(f"the body is not valid zstd: {error}", 400) from error
+    if len(found) > most:
+        raise BodyRefused(f"the body has more than {most:,} bytes after decompression")
+    return bytes(found)
+
+
 def replayed(body: bytes, receive: Receive) -> Receive:
     """The messages of a request whose body was read: the body again, then what comes after it."""
     sent = False
@@ -134,4 +157,4 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-__all__ = ["BodyRefused", "LoopServer", "Refusals", "bounded", "read_body", "replayed"]
+__all__ = ["BodyRefused", "LoopServer", "Refusals", "bounded", "decompressed", "read_body", "replayed"]

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from hone.processes.guard import bearer_token
-from hone.processes.listening import BodyRefused, read_body
+from hone.processes.listening import BodyRefused, decompressed, read_body
 from hone.processes.untrusted_json import parse_json_apart
 from hone.service.disk.registry import NOBODY
 from hone.service.futures import PROTOBUF
@@ -25,7 +25,7 @@ from hone.service.listings import Call, Handler, Listings
 from hone.service.protocol import messages
 from hone.service.protocol.messages import read
 from hone.service.protocol.refusals import BadRequest, NotFound, Refused, Unavailable
-from hone.service.protocol.wire import decompressed, read_training
+from hone.service.protocol.wire import read_training
 from hone.service.service import Service
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def key_of(request: Request) -> str:
 
 def refusal(error: Refused | BodyRefused) -> JSONResponse:
     if isinstance(error, BodyRefused):
-        error = BadRequest(str(error), 413)
+        error = BadRequest(str(error), error.status)
     return JSONResponse({"error": str(error), "category": error.category}, error.status)
 
 

@@ -80,7 +80,7 @@ class Commands:
         except Exception:
             LOG.exception("a forward of %d models failed: their commands run one by one", len(ready))
             for turn, _ in ready:
-                await self._models.close(turn.model.id)  # some of the gradients may have been added
+                self._models.close(turn.model.id)  # some of the gradients may have been added
             replies = iter([await self._settled(turn, partial(self._trained, work=work)) for turn, work in ready])
         return [one if isinstance(one, Done) else next(replies) for one in prepared]
 
@@ -98,7 +98,7 @@ class Commands:
         except Exception as error:
             LOG.exception("command %s of %s failed", command.number, model.id)
             found = Outcome.failed(error)
-            await self._models.close(model.id)  # ahead of the disk: the next command takes up what is there
+            self._models.close(model.id)  # ahead of the disk
             self._checkpoints.remove_orphans()  # what it has written so far
         if command.kind == TRAIN:
             self._models.note_failure(model.id, command.number, found.error)
@@ -106,7 +106,7 @@ class Commands:
 
     async def _run(self, turn: Turn) -> Done:
         if turn.command.kind == TRAIN:
-            return await self._train(turn)
+            return await self._trained(turn, await self._prepared(turn))
         return await self._verbs[turn.command.kind](turn.model, turn.command)
 
     # ---------------------------------------------------------------------------------------------- the commands
@@ -137,23 +137,17 @@ class Commands:
         return await self._models.write_state(model, command.number, found)
 
     async def _prepared(self, turn: Turn) -> Work:
-        work = await asyncio.to_thread(self._models.packed, await self._request(turn))
+        await self._models.shorten(turn.model, turn.command.number - 1)
+        most = self._shared.config.limits.dense_elements
+        if (request := turn.parsed) is None:
+            request = await asyncio.to_thread(read_training, turn.command.body or b"", most)
+        work = await asyncio.to_thread(self._models.packed, request)
         self._shared.quotas.spend(turn.model.tenant, work.batch.num_tokens)
         return work
 
-    async def _request(self, turn: Turn) -> TrainingRequest:
-        if turn.parsed is not None:
-            return turn.parsed
-        most = self._shared.config.limits.dense_elements
-        return await asyncio.to_thread(read_training, turn.command.body or b"", most)
-
-    async def _train(self, turn: Turn) -> Done:
-        request = await self._request(turn)
-        return await self._trained(turn, await self._prepared(replace(turn, parsed=request)), request.forward_only)
-
-    async def _trained(self, turn: Turn, work: Work, forward_only: bool = False) -> Done:
-        body = await self._machine.call(self._machine.train, turn.model.id, work, forward_only)
-        return Done(Outcome(body, PROTOBUF), replays=not forward_only)
+    async def _trained(self, turn: Turn, work: Work) -> Done:
+        body = await self._machine.call(self._machine.train, turn.model.id, work)
+        return Done(Outcome(body, PROTOBUF), replays=not work.forward_only)
 
     async def _optim_step(self, model: Model, command: CommandRow) -> Done:
         adam = messages.read(messages.OptimStep, json.loads(command.body or b"")).adam_params or messages.AdamParams()
@@ -164,8 +158,11 @@ class Commands:
         metrics = {"skipped:sum": found["skipped"]} | ({"grad_norm:mean": found["norm"]} if "norm" in found else {})
         return await self._models.write_state(model, command.number, reply("optim_step", metrics=metrics))
 
-    async def _complete(self, model: Model, saving: Saving, folder: Path, digest: str = "") -> Checkpoint:
-        """The row of files that are written. Raises BadRequest, without them, if the tenant has no room for them."""
+    async def _saved(self, model: Model, saving: Saving, write: Callable[[TenantModel, Path], object]) -> Checkpoint:
+        """The row of files that are written. Raises BadRequest if there is no room, or the name is taken."""
+        self._checkpoints.check_free(model, saving)
+        folder = self._checkpoints.new_folder()
+        digest = getattr(await self._machine.of(model.id, write, folder), "digest", "")
         row = await asyncio.to_thread(self._checkpoints.row, model, saving, folder, digest)
         self._check_room(model, folder, row.bytes)
         return row
@@ -183,10 +180,7 @@ class Commands:
         message = messages.read(messages.SaveWeights, json.loads(command.body or b""))
         name = message.path or f"step-{command.number:06d}"
         saving = Saving(STATE, name, message.ttl_seconds, json.dumps(message.user_metadata), message.overwrite)
-        self._checkpoints.check_free(model, saving)
-        folder = self._checkpoints.new_folder()
-        await self._machine.of(model.id, TenantModel.save, folder)
-        row = await self._complete(model, saving, folder)
+        row = await self._saved(model, saving, TenantModel.save)
         old = self._registry.one(Checkpoint, "path = ?", (row.path,))
         return Done(
             reply("save_weights", path=row.path),
@@ -196,16 +190,16 @@ class Commands:
 
     async def _save_for_sampling(self, model: Model, command: CommandRow) -> Done:
         message = messages.read(messages.SaveForSampling, json.loads(command.body or b""))
-        saving = Saving(SAMPLING, message.path or "", message.ttl_seconds, json.dumps(message.user_metadata))
         if message.path is not None:
-            self._checkpoints.check_free(model, saving)
-        snapshot = await self._machine.of(model.id, TenantModel.snapshot, self._checkpoints.new_folder())
-        if message.path is not None:
-            row = await self._complete(model, saving, snapshot.folder, snapshot.digest)
+            saving = Saving(SAMPLING, message.path, message.ttl_seconds, json.dumps(message.user_metadata))
+            row = await self._saved(model, saving, TenantModel.snapshot)
             return Done(reply("save_weights_for_sampler", path=row.path), lambda: self._registry.put(row))
+        session = f"{model.session}:sample:{message.sampling_session_seq_id}"
+        if self._registry.one(SnapshotRow, "id = ?", (session,)) is not None:
+            raise BadRequest(f"{session} was used for another request")
+        snapshot = await self._machine.of(model.id, TenantModel.snapshot, self._checkpoints.new_folder())
         size = await asyncio.to_thread(flush, snapshot.folder)
         self._check_room(model, snapshot.folder, size)
-        session = f"{model.session}:sample:{message.sampling_session_seq_id}"
         own = SnapshotRow(
             id=session,
             tenant=model.tenant,
@@ -238,10 +232,6 @@ class Commands:
     async def _save_external(self, model: Model, command: CommandRow) -> Done:
         message = messages.read(messages.SaveExternal, json.loads(command.body or b""))
         saving = Saving(EXTERNAL, message.path, message.ttl_seconds)
-        self._checkpoints.check_free(model, saving)
-        folder = self._checkpoints.new_folder()
-        await self._machine.of(model.id, TenantModel.export, folder)
-        row = await self._complete(model, saving, folder)
-        return Done(
-            reply("save_weights_external", path=row.path, size_bytes=row.bytes), lambda: self._registry.put(row)
-        )
+        row = await self._saved(model, saving, TenantModel.export)
+        found = reply("save_weights_external", path=row.path, size_bytes=row.bytes)
+        return Done(found, lambda: self._registry.put(row))

@@ -118,7 +118,7 @@ class Listings:
             "model_owner": row.tenant,
             "is_lora": lora is not None,
             "corrupted": False,
-            "lora_rank": None if lora is None else lora["rank"],
+            "lora_rank": None if lora is None else lora.get("rank"),  # not known while its checkpoint is loaded
             "last_request_time": stamp(row.used),
             "last_checkpoint": None if state is None else described(state),
             "last_sampler_checkpoint": None if snapshot is None else described(snapshot),

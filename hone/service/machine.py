@@ -112,13 +112,10 @@ class Machine:
     def open(self, model_id: str, lora: LoraConfig | None) -> None:
         self.models[model_id] = self.base.open(lora)
 
-    def close(self, model_id: str) -> None:
-        self.models.pop(model_id, None)
-
-    def train(self, model_id: str, work: Work, forward_only: bool) -> bytes:
+    def train(self, model_id: str, work: Work) -> bytes:
         """Forward, or forward and backward; returns the reply."""
         model = self.models[model_id]
-        if forward_only:
+        if work.forward_only:
             work.loss(model.forward(work.batch, work.loss.needs), work.batch)
         else:
             model.forward_backward(work.batch, work.loss)

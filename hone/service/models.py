@@ -55,10 +55,10 @@ class Models:
     async def open(self, model: Model) -> None:
         await self._machine.call(self._machine.open, model.id, self._lora(model))
 
-    async def close(self, model_id: str) -> None:
-        """Give back a model's memory."""
+    def close(self, model_id: str) -> None:
+        """Give back a model's memory; the next command takes up what is on disk."""
         self._broken.pop(model_id, None)
-        await self._machine.call(self._machine.close, model_id)
+        self._machine.models.pop(model_id, None)
 
     async def load(self, model: Model, folder: Path, optimizer: bool) -> None:
         await self._machine.of(model.id, TenantModel.load, folder, optimizer)
@@ -87,44 +87,48 @@ class Models:
         """Take a model up again after a restart: its last state, then the gradients that were added since."""
         if model.id in self._machine.models:
             return
-        if self._registry.one(Model, "id = ? AND closed = 0", (model.id,)) is None:
+        row = self._registry.one(Model, "id = ? AND closed = 0", (model.id,))
+        if row is None:
             raise Gone(f"the session of {model.id} has ended")
         first = self._registry.one(CommandRow, "model = ? AND number = 0", (model.id,))
         if first is not None and first.error:
             raise BadRequest(f"the model could not be made: {first.error}")
         try:
-            await self.open(model)
-            await self._take_up(model, command)
+            await self.open(row)
+            await self._take_up(row, command)
         except BaseException:
-            await self.close(model.id)  # or the next command would train weights that are not the model's
+            self.close(model.id)  # or the next command would train weights that are not the model's
             raise
 
     async def _take_up(self, model: Model, command: CommandRow) -> None:
         if model.state_folder:
             await self.load(model, self._checkpoints.folder_named(model.state_folder), True)
-        since = self._registry.find(
-            CommandRow,
-            "model = ? AND number > ? AND number < ? ORDER BY number",
-            (model.id, model.state_after, command.number),
-        )
-        for one in since:
-            if one.kind == TRAIN and one.error:
+        kept = "model = ? AND number < ? AND kind = ? AND body IS NOT NULL ORDER BY number"
+        for one in self._registry.find(CommandRow, kept, (model.id, command.number, TRAIN)):
+            if one.error:
                 self.note_failure(model.id, one.number, one.error)
-            elif one.kind == TRAIN and one.body is not None:
-                request = read_training(one.body, self._shared.config.limits.dense_elements)
-                if not request.forward_only:
-                    await self._machine.call(self._machine.train, model.id, self.packed(request), False)
-            elif one.kind == "optim_step":  # one that failed: the later ones are in the state
-                await self.drop_gradients(model.id)
+            else:
+                request = read_training(one.body or b"", self._shared.config.limits.dense_elements)
+                await self._machine.call(self._machine.train, model.id, self.packed(request))
 
     async def write_state(self, model: Model, number: int, outcome: Outcome) -> Done:
         """Write the state of a model after a command; returns the command's end, which removes the state before."""
         folder = self._checkpoints.new_folder()
-        await self._machine.of(model.id, TenantModel.save, folder)
+        await self._machine.of(model.id, TenantModel.save, folder, True)
         row = replace(model, state_after=number, state_folder=folder.name)
+        return Done(outcome, lambda: self._registry.put(row), lambda: self._checkpoints.discard(model.state_folder))
 
-        def commit() -> None:
-            self._registry.put(row)
-            self._registry.change(CommandRow, "body = NULL", "model = ? AND number <= ?", (row.id, number))
-
-        return Done(outcome, commit, lambda: self._checkpoints.discard(model.state_folder))
+    async def shorten(self, model: Model, number: int) -> None:
+        """Write a model's gradients up to a command, if the requests that they come from have too many bytes."""
+        if self._registry.kept_bytes(model.id, number) <= self._shared.config.limits.replayed_bytes:
+            return
+        if model.id in self._broken:  # they will never be used
+            self._registry.change(
+                CommandRow, "body = NULL", "model = ? AND number <= ? AND error = ''", (model.id, number)
+            )
+            return
+        done = await self.write_state(model, number, Outcome())
+        with self._registry.together():
+            done.commit()
+            self._registry.drop_gradients(model.id)
+        done.after()

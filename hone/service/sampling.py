@@ -64,9 +64,12 @@ class Sampling:
     def create(self, tenant: Key, message: CreateSamplingSession) -> str:
         """Open a sampling session; the same request again gives the same one. Returns its id."""
         session_id = f"{message.session_id}:sample:{message.sampling_session_seq_id}"
-        if self._registry.one(SnapshotRow, "id = ?", (session_id,)) is None:
+        known = self._registry.one(SnapshotRow, "id = ?", (session_id,))
+        if known is None:
             row = self._target(tenant, message.base_model, message.model_path)
             self._registry.put(replace(row, id=session_id, session=message.session_id, created=time.time()))
+        elif (known.path, known.folder, known.follows) != (message.model_path or "", "", ""):
+            raise BadRequest(f"{session_id} was used for another request")
         return session_id
 
     def _target(self, tenant: Key, base_model: str | None, path: str | None) -> SnapshotRow:

@@ -68,8 +68,9 @@ class Service:
         self.training = Training(self.shared, self.checkpoints, models, commands)
         self.training.restore()
         self._seen: dict[str, float] = {}
-        for one in registry.find(Session, "ended != '' AND id IN (SELECT session FROM models WHERE closed = 0)"):
-            await self._end(one.id, one.ended)  # the process ended in between
+        left = "SELECT session FROM models WHERE closed = 0 UNION SELECT session FROM snapshots"
+        for one in registry.find(Session, f"ended != '' AND id IN ({left})"):
+            self._end(one.id, one.ended)  # the process ended in between
         now = time.monotonic()
         self._seen = {one.id: now for one in registry.find(Session, "ended = ''")}
         self._tasks = [
@@ -141,12 +142,12 @@ class Service:
     async def finish(self, tenant: Key, session_id: str, why: str) -> None:
         """End a session: its models and its own snapshots go, its checkpoints stay. Again is fine."""
         if not self.any_session(tenant, session_id).ended:
-            await self._end(session_id, why)
+            self._end(session_id, why)
 
-    async def _end(self, session_id: str, why: str) -> None:
+    def _end(self, session_id: str, why: str) -> None:
         self.registry.change(Session, "ended = ?", "id = ?", (why, session_id))
         self._seen.pop(session_id, None)
-        await self.training.end_session(session_id, why)
+        self.training.end_session(session_id, why)
         self.sampling.end_session(session_id)
 
     async def _expire(self) -> None:
@@ -156,7 +157,7 @@ class Service:
             limit = time.monotonic() - self.config.limits.session_s
             try:
                 for session_id in [name for name, seen in self._seen.items() if seen < limit]:
-                    await self._end(session_id, f"no heartbeat came for {self.config.limits.session_s:g} s")
+                    self._end(session_id, f"no heartbeat came for {self.config.limits.session_s:g} s")
                 self.training.give_up_gaps()
                 self.futures.forget_old()
                 self.training.forget_old()

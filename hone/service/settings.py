@@ -81,6 +81,9 @@ class LimitsConfig(Config):
     held_bytes: int = setting(
         1 << 30, "a tenant's requests that wait and its results; more get 429", unit="bytes", ge=1 << 20
     )
+    replayed_bytes: int = setting(
+        256 << 20, "requests of a model that a restart repeats; its gradients are written instead", unit="bytes", ge=1
+    )
     samples: int = setting(1024, "most samples of one request", ge=1)
     result_s: float = setting(1800.0, "results are kept so long for a client that does not ask", unit="s", gt=0)
     gap_s: float = setting(900.0, "commands behind one that never came fail after this", unit="s", gt=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hone.models.files.partial import partial_of
 from hone.service.disk.registry import CommandRow, Registry
 from hone.service.futures import Futures
 from hone.service.machine import Machine
@@ -58,5 +59,7 @@ class Shared:
         """The folder that clients load the tokenizer from; they must see this machine's disk."""
         folder = self.folder / TOKENIZER
         if not folder.is_dir():
-            self.machine.tokenizer.save_pretrained(folder)
+            with partial_of(folder) as partial:
+                self.machine.tokenizer.save_pretrained(partial)
+                partial.rename(folder)
         return str(folder)

@@ -85,11 +85,7 @@ class Training:
                 metadata=json.dumps(message.user_metadata),
                 created=now,
                 used=now,
-                state_after=-1,
-                state_folder="",
-                closed=0,
             )
-            self._registry.put(row)
             self._models[model_id] = _Open(row, Lane())
         body = message.model_dump_json(exclude_none=True).encode()
         kind = CREATE if isinstance(message, CreateModel) else "load_new"
@@ -118,10 +114,13 @@ class Training:
         if verdict is Verdict.QUEUED:
             if number != found.lane.next:  # the one that the others wait for is always taken
                 self._shared.make_room(tenant.name, len(body))
-            self._registry.put(CommandRow(model_id, number, kind, digest, body, None, "", "", "", 0.0))
+            with self._registry.together():
+                if number == 0 and not found.lane.waiting:  # a new model, perhaps in the place of one that failed
+                    self._registry.remove(CommandRow, "model = ?", (model_id,))
+                    self._registry.put(found.row)
+                self._registry.put(CommandRow(model_id, number, kind, digest, body))
             found.lane = lane
-            anew = number == 0  # a model that could not be made, once more
-            self._futures.open(request_id, tenant.name, anew, size=len(body))
+            self._futures.open(request_id, tenant.name, anew=True, size=len(body))
             self._wake.set()
         return request_id
 
@@ -209,20 +208,21 @@ class Training:
         would run again after a restart.
         """
         if model.lane.closed:  # meanwhile; what the command wrote is removed at the next start
+            self._opened.close(command.model)
             done = ENDED
         number, no_model = command.number, command.number == 0 and bool(done.outcome.error) and not model.lane.closed
         try:
             with self._registry.together():
                 _write_end(self._registry, command, done)
                 if no_model:
-                    self._registry.change(Model, "closed = 1", "id = ?", (command.model,))
+                    self._registry.remove(Model, "id = ?", (command.model,))
         except DISK_ERRORS as error:
             if model.unwritten is None:  # or it is tried again
                 LOG.exception("the end of command %d of %s cannot be written", number, command.model)
             done = Done(Outcome.failed(error))
             model.unwritten = command, done
             self._futures.resolve(f"{command.model}:{number}", done.outcome)
-            await self._opened.close(command.model)  # ahead of the disk
+            self._opened.close(command.model)  # ahead of the disk
             self._checkpoints.remove_orphans()
             return
         model.unwritten = None
@@ -234,7 +234,7 @@ class Training:
             model.lane, failed = model.lane.close()
             self._fail(command.model, failed, f"the model could not be made: {done.outcome.error}")
             self._models.pop(command.model, None)
-            await self._opened.close(command.model)
+            self._opened.close(command.model)
 
     # ---------------------------------------------------------------------------------------------- time and ends
 
@@ -253,8 +253,9 @@ class Training:
                     name, failed, f"seq_id {missing} did not come within {limit:g} s, and later requests wait for it"
                 )
                 one.lane = lane
+                self._opened.close(name)  # a step among them drops gradients, a gradient lets the next step fail
 
-    async def end_session(self, session_id: str, why: str) -> None:
+    def end_session(self, session_id: str, why: str) -> None:
         """Close the models of a session: what waits fails, and their memory is given back."""
         ended = {name: one for name, one in self._models.items() if one.row.session == session_id}
         for name, one in ended.items():
@@ -266,17 +267,17 @@ class Training:
                 self._checkpoints.discard(one.row.state_folder)
             self._models.pop(name, None)
             self._turns = self._turns.without(one.row.tenant, name)
-        for name in ended:  # after the rows: a process that ends here leaves no model of an ended session
-            await self._opened.close(name)
+            self._opened.close(name)
 
     def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:
         """Fail commands that wait: all of them, or a process that is killed meanwhile would run the later ones."""
-        failed = "error = ?, category = 'user', ended = ?, body = NULL"
+        failed = f"error = ?, category = 'user', ended = ?, body = CASE kind WHEN '{TRAIN}' THEN x'' END"
         try:
             with self._registry.together():
                 for number in numbers:
                     values = (error, time.time(), model_id, number)
                     self._registry.change(CommandRow, failed, "model = ? AND number = ?", values)
+                self._registry.drop_gradients(model_id)
         finally:
             for number in numbers:
                 self.parsed.pop(f"{model_id}:{number}", None)
@@ -304,10 +305,14 @@ class Training:
 def _write_end(registry: Registry, command: CommandRow, done: Done) -> None:
     done.commit()
     out, now, body = done.outcome, time.time(), command.body if done.replays else None
+    if command.kind == TRAIN and out.error:
+        body = b""  # a restart has to know of it until the next step
     row = replace(
         command, body=body, result=out.body, media=out.media, error=out.error, category=out.category, ended=now
     )
     registry.put(row)
+    if command.kind != TRAIN:
+        registry.drop_gradients(command.model)
     old = (command.model, command.number - REMEMBERED)
     registry.remove(CommandRow, "model = ? AND number < ? AND body IS NULL", old)
     registry.change(Model, "used = ?", "id = ?", (now, command.model))

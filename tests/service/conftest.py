@@ -100,21 +100,9 @@ class Client:
         made = self.do("create_model", session_id=session, model_seq_id=number, base_model="tiny", lora_config=lora)
         return made["model_id"]
 
-    def train(self, model, seq, data, loss="cross_entropy", forward_only=False):
-        """The answer to a forward_backward request; `data`: (tokens, inputs) of each datum."""
-        message = MESSAGES["ForwardBackwardRequest"](
-            model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
-        )
-        for tokens, inputs in data:
-            datum = message.data.add()
-            datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
-            for name, values in inputs.items():
-                array = np.asarray(values)
-                tensor = datum.loss_fn_inputs[name]
-                tensor.dtype = INT64 if array.dtype.kind == "i" else 1
-                tensor.dense = array.astype(NUMPY[tensor.dtype]).tobytes()
-                tensor.shape.extend(array.shape)
-        return self.call("POST", "forward_backward", message.SerializeToString(), "application/x-protobuf")
+    def train(self, *arguments, **named):
+        """The answer to a request of `written`."""
+        return self.call("POST", "forward_backward", written(*arguments, **named), "application/x-protobuf")
 
     def trained(self, *arguments, **named):
         """The log-probs of each datum and the metrics, or the error."""
@@ -134,6 +122,21 @@ class Client:
         message = MESSAGES["SampleResponse"]()
         message.ParseFromString(found)
         return [np.frombuffer(one.tokens, "<i4").tolist() for one in message.sequences], message
+
+
+def written(model, seq, data, loss="cross_entropy", forward_only=False):
+    """The bytes of a forward_backward request; `data`: (tokens, inputs) of each datum."""
+    message = MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
+    for tokens, inputs in data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+        for name, values in inputs.items():
+            array = np.asarray(values)
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dtype = INT64 if array.dtype.kind == "i" else 1
+            tensor.dense = array.astype(NUMPY[tensor.dtype]).tobytes()
+            tensor.shape.extend(array.shape)
+    return message.SerializeToString()
 
 
 def parsed(reply):

@@ -309,6 +309,28 @@ def test_a_sampling_request_with_the_number_of_another_one_is_refused(client):
     assert (status, "used for another request" in found["error"]) == (400, True)
 
 
+def test_a_sampling_session_with_the_number_of_another_one_is_refused(client):
+    session = client.session()
+    place, model = {"session_id": session, "sampling_session_seq_id": 0}, client.model(session)
+    saved = client.do("save_weights_for_sampler", model_id=model, seq_id=1, path="named")
+    first = client.post("create_sampling_session", **place, base_model="tiny")
+    assert client.post("create_sampling_session", **place, base_model="tiny") == first
+    status, found = client.post(
+        "create_sampling_session", **place, model_path=saved["path"]
+    )  # or it would get the base
+    assert (status, "used for another request" in found["error"]) == (400, True)
+    found = client.do("save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0)
+    assert "used for another request" in found["error"]
+
+
+def test_a_run_that_began_with_a_checkpoint_that_is_not_there_is_none(client):
+    session, path = client.session(), "tinker://nobody/weights/nothing"
+    assert "no checkpoint" in client.do("load_weights", session_id=session, model_seq_id=0, path=path)["error"]
+    assert client.call("GET", f"training_runs/{session}:train:0")[0] == 404
+    status, found = client.call("GET", "training_runs?limit=1000")
+    assert (status, [one for one in found["training_runs"] if session in one["training_run_id"]]) == (200, [])
+
+
 def test_a_tenant_sees_nothing_of_another(server, client):
     stranger = Client(server, server.add_key("stranger"))
     session = client.session()

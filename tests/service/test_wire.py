@@ -4,12 +4,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hone.processes.listening import BodyRefused, decompressed
 from hone.service.protocol.refusals import BadRequest
 from hone.service.protocol.wire import (
     MESSAGES,
     Sampled,
     SampledSequence,
-    decompressed,
     read_training,
     sampling_reply,
     training_reply,
@@ -88,15 +88,15 @@ def test_a_few_bytes_cannot_ask_for_much_memory():
         read_training(body(datum([5, 6], target_tokens=sparse)), 1000)
     packed = pa.Codec("zstd").compress(b"\0" * (1 << 22), asbytes=True)
     assert len(packed) < 1000
-    with pytest.raises(BadRequest, match="after decompression"):
+    with pytest.raises(BodyRefused, match="after decompression"):
         decompressed(packed, "zstd", 1 << 20)
 
 
 def test_zstd_is_undone_and_other_encodings_are_refused():
     assert decompressed(pa.Codec("zstd").compress(b"abc" * 9, asbytes=True), "zstd", 100) == b"abc" * 9
-    with pytest.raises(BadRequest, match="gzip"):
+    with pytest.raises(BodyRefused, match="gzip"):
         decompressed(b"", "gzip", 100)
-    with pytest.raises(BadRequest, match="zstd"):
+    with pytest.raises(BodyRefused, match="zstd"):
         decompressed(b"not compressed", "zstd", 100)
 
 

@@ -73,7 +73,6 @@ class Checkpoints:
             created=now,
             expires=None if saving.ttl_s is None else now + saving.ttl_s,
             metadata=saving.metadata,
-            optimizer=int(saving.kind == STATE),
         )
 
     def find(self, tenant: str, path: str, kinds: tuple[str, ...] = KINDS) -> Checkpoint:

@@ -62,9 +62,9 @@ class Model:
     metadata: str
     created: float
     used: float
-    state_after: int  # number of the last command that is in `state_folder`; -1: none
-    state_folder: str
-    closed: int
+    state_after: int = -1  # number of the last command that is in `state_folder`; -1: none
+    state_folder: str = ""
+    closed: int = 0
 
     @property
     def lora_config(self) -> dict[str, Any] | None:
@@ -81,11 +81,11 @@ class CommandRow:
     kind: str
     digest: str
     body: bytes | None  # None: it is not needed any more
-    result: bytes | None
-    media: str
-    error: str
-    category: str
-    ended: float
+    result: bytes | None = None
+    media: str = ""
+    error: str = ""
+    category: str = ""
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,6 @@ class Checkpoint:
     created: float
     expires: float | None
     metadata: str
-    optimizer: int
 
     @property
     def id(self) -> str:
@@ -200,10 +199,20 @@ class Registry:
     def remove(self, cls: type[Any], where: str, values: Sequence[Any]) -> None:
         self._db.execute(f"DELETE FROM {TABLES[cls]} WHERE {where}", tuple(values))
 
+    def drop_gradients(self, model: str) -> None:
+        """Keep no gradient of a model that is in its state, or that a step has used, or dropped by failing."""
+        steps = "SELECT COALESCE(MAX(number), 0) FROM commands WHERE model = ?1 AND kind = 'optim_step' AND ended > 0"
+        last = f"MAX(({steps}), (SELECT state_after FROM models WHERE id = ?1))"
+        self._db.execute(f"UPDATE commands SET body = NULL WHERE model = ?1 AND number <= {last}", (model,))
+
+    def kept_bytes(self, model: str, number: int) -> int:
+        """Bytes of the commands that a restart repeats, up to a number."""
+        return self._total("LENGTH(body)", "commands WHERE model = ? AND number <= ?", model, number)
+
     def used_bytes(self, tenant: str) -> int:
         """Bytes of a tenant's checkpoints and of the snapshots that only its open sessions have."""
         both = "SELECT bytes, tenant FROM checkpoints UNION ALL SELECT bytes, tenant FROM snapshots"
-        (found,) = self._db.execute(
-            f"SELECT COALESCE(SUM(bytes), 0) FROM ({both}) WHERE tenant = ?", (tenant,)
-        ).fetchone()
-        return int(found)
+        return self._total("bytes", f"({both}) WHERE tenant = ?", tenant)
+
+    def _total(self, what: str, where: str, *values: Any) -> int:
+        return int(self._db.execute(f"SELECT COALESCE(SUM({what}), 0) FROM {where}", values).fetchone()[0])

@@ -29,7 +29,7 @@ def pack_request(request: TrainingRequest, vocabulary: int, longest: int) -> Wor
     for number, datum in enumerate(request.data):
         if len(datum.tokens) >= longest:
             raise BadRequest(f"data[{number}] has {len(datum.tokens)} tokens; at most {longest - 1} are trained here")
-    return work_of(request.loss, settings, request.data)
+    return work_of(request.loss, settings, request.data, request.forward_only)
 
 
 def _rule(name: str) -> LossRule:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
@@ -126,24 +125,6 @@ class TrainingRequest:
     settings: Mapping[str, float | str]
     forward_only: bool
     canonical: bytes = field(repr=False)  # the same bytes for the same request, however a client wrote its maps
-
-
-def decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    """Undo `Content-Encoding`. Raises BadRequest for one that is unknown, damaged data, or more than `most` bytes."""
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "zstd":
-        raise BadRequest(f"Content-Encoding: {encoding} is not supported; send zstd or none", 415)
-    try:
-        with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
-            found = bytearray()
-            while len(found) <= most and (piece := stream.read(min(most + 1 - len(found), 1 << 20))):
-                found += piece
-    except OSError as error:
-        raise BadRequest(f"the body is not valid zstd: {error}") from error
-    if len(found) > most:
-        raise BadRequest(f"the body has more than {most:,} bytes after decompression", 413)
-    return bytes(found)
 
 
 def read_training(body: bytes, most_elements: int) -> TrainingRequest:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hone.engines.base import BaseEngine
@@ -30,6 +31,7 @@ from hone.types import Batch, LossFn, Metrics, ModelOutput, Need
 from hone.weights.digests.digest import digest_tensors
 from hone.workers.train import TrainSpec
 
+GRADIENTS_FILE = "gradients.safetensors"  # of a state between two optimizer steps
 WHOLE_FILE = "model.safetensors"  # of a snapshot of all weights; an adapter's has PEFT's files
 STEPS = 1 << 30  # the schedule is constant: a step brings its own learning rate
 ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "self_attention")  # names of layers
@@ -115,6 +117,11 @@ class TenantModel:
         adapter = self._engine.adapter
         return {} if adapter is None else {layer.path: layer.module for layer in adapter.layers.found}
 
+    @property
+    def _masters(self) -> dict[str, Tensor]:
+        masters: dict[str, Tensor] = self._engine.weights.masters
+        return masters
+
     def collect(self) -> None:
         """Take over the gradients of a backward that was not this engine's (`SharedForward`)."""
         self._engine.weights.collect()
@@ -142,7 +149,7 @@ class TenantModel:
             weights.settle()
             norm = weights.gradient_norm()
             if step.clip_norm < norm < float("inf"):
-                grads = [one.grad for one in weights.masters.values() if one.grad is not None]
+                grads = [one.grad for one in self._masters.values() if one.grad is not None]
                 torch._foreach_mul_(grads, step.clip_norm / norm)
         metrics = self._engine.optimizer_step()
         found = {"skipped": metrics["train/skipped_steps"].total}
@@ -154,10 +161,13 @@ class TenantModel:
 
     # ----------------------------------------------------------------------------------------------------- on disk
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer into a new folder, and wait until they are there."""
+    def save(self, folder: Path, gradients: bool = False) -> None:
+        """Write weights, optimizer and perhaps gradients into a new folder, and wait until they are there."""
         folder.mkdir(parents=True)
         self._engine.save_checkpoint(folder)
+        found = {name: one.grad.contiguous() for name, one in self._masters.items() if one.grad is not None}
+        if gradients and found:
+            save_tensors(found, folder / GRADIENTS_FILE)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Take over what `save` wrote; without `optimizer`, its state begins anew.
@@ -166,6 +176,9 @@ class TenantModel:
         """
         self._engine.load_checkpoint(folder)
         self.clear_gradients()
+        if (folder / GRADIENTS_FILE).exists():
+            for name, gradient in load_file(folder / GRADIENTS_FILE).items():
+                self._masters[name].grad = gradient.to(self._masters[name].device)
         if not optimizer:
             self._engine.update.optimizer.state.clear()
 

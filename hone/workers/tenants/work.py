@@ -74,6 +74,7 @@ class Work:
     loss: CommandLoss
     lengths: tuple[int, ...]  # N of each datum
     widths: tuple[int, ...]  # K of each datum; 0: its targets are [N]
+    forward_only: bool = False
 
     def split(self) -> list[NDArray[np.float32]]:
         """The log-probs of each datum, once the loss has been called with all of its tokens."""
@@ -86,7 +87,7 @@ class Work:
         return found
 
 
-def work_of(loss: str, settings: Mapping[str, float], data: Sequence[Datum]) -> Work:
+def work_of(loss: str, settings: Mapping[str, float], data: Sequence[Datum], forward_only: bool = False) -> Work:
     """Pack data whose inputs fit the loss, a name in `LOSSES` with all of its settings."""
     rule, targets = LOSSES[loss], [datum.inputs[TARGETS] for datum in data]
     width = _width(data, targets)
@@ -102,7 +103,7 @@ def work_of(loss: str, settings: Mapping[str, float], data: Sequence[Datum]) -> 
         batch = batch.with_(ids_at=torch.from_numpy(_spread(targets, width, np.int64)))
     widths = tuple(target.shape[1] if target.ndim == 2 else 0 for target in targets)
     lengths = tuple(len(datum.tokens) for datum in data)
-    return Work(batch, CommandLoss(loss, settings, batch.num_tokens, width), lengths, widths)
+    return Work(batch, CommandLoss(loss, settings, batch.num_tokens, width), lengths, widths, forward_only)
 
 
 def _width(data: Sequence[Datum], targets: Sequence[NDArray[np.int64]]) -> int:
