@@ -28,6 +28,9 @@ _MOST_NUMBERS = 200  # in powers of ten, that are spelled out: each can grow to 
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
 _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
+_TIMES_TEN = re.compile(  # 1.5\times10^{16}
+    r"(?<![\w.,\\^_])(\d{1,40}(?:\.\d{1,40})?)\s?\\(?:times|cdot)\s{0,3}10\s?\^\s?(?:\{\s?(-?\d{1,3})\s?\}|(\d))(?!\s?[\^!\d])"
+)
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
 _DIGITS = r"\s?(\d|\{\d{1,9}\})"  # of a fraction: \frac13 is \frac{1}{3}
@@ -163,7 +166,7 @@ def plain(text: str) -> str:
     text = _TAG.sub(" ", text.replace("**", "").replace("`", " ")).strip()
     while (inner := _unwrapped(text)) != text:
         text = inner
-    text = re.sub(r"\\?[$£€¥₹]", "", text).replace("¢", " cents")
+    text = re.sub(r"\\?[$£€¥₹]|(?<![\d,])\\!|\\!(?!\d)", "", text).replace("¢", " cents")
     text = _CASES.sub(_equations, text)
     text = joined(text)
     text = _fractions(text)
@@ -191,7 +194,8 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def _spelled_out(text: str) -> str:
-    """Write numbers with powers of ten as digits."""
+    """Write numbers with powers of ten as digits, which are exact: math-verify has 15 digits of a decimal."""
+    text = _TIMES_TEN.sub(lambda one: format(Decimal(f"{one[1]}e{one[2] or one[3]}"), "f"), text, count=_MOST_NUMBERS)
     return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text, count=_MOST_NUMBERS)
 
 
