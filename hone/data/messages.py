@@ -24,7 +24,8 @@ from hone.types import Message
 DEEPEST = 64  # levels of JSON text
 _TEXTS = ("text", "input_text", "output_text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false: an answer that is not learnt
+# 0 or false: an answer that is not learnt
+_EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss", "loss_weight", "loss_scale")
 _ARGUMENTS = ("arguments", "parameters", "input", "args")  # of a call, as different libraries name them
 _SHAREGPT = {  # roles of the form `from`, `value`
     "human": "user",
@@ -36,7 +37,7 @@ _SHAREGPT = {  # roles of the form `from`, `value`
     "tool": "tool",
     "observation": "tool",
 }
-_ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
+_ROLES = {"developer": "system", "function": "tool", "model": "assistant"}  # names that chat templates do not have
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}  # also in capital letters
 
 
@@ -64,7 +65,7 @@ def normal_message(
     {'role': 'user', 'content': 'Hi!'}
     """
     given = _with_role(given)
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or not given["role"].strip():
         raise MessageError(f"a message should have a role and a content, found {given!r:.80}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     message["role"] = _ROLES.get(message["role"].strip().lower(), message["role"])
@@ -98,11 +99,12 @@ def _with_role(given: Any) -> Any:
     """
     if not isinstance(given, Mapping) or "role" in given or not given.keys() >= {"from", "value"}:
         return given
-    if not isinstance(given["from"], str) or given["from"] not in _SHAREGPT:
+    sender = str(given["from"]).strip().lower()
+    if sender not in _SHAREGPT:
         raise MessageError(f"a message is from {given['from']!r:.80}; known are {', '.join(_SHAREGPT)}")
     rest = {key: value for key, value in given.items() if key not in ("from", "value", "content")}
     content = _one_of({"value": given["value"], "content": given.get("content")}, "a message")
-    return {"role": _SHAREGPT[given["from"]], "content": given["value"] if content is None else content, **rest}
+    return {"role": _SHAREGPT[sender], "content": given["value"] if content is None else content, **rest}
 
 
 def _one_of(given: Mapping[str, Any], what: str) -> Any:

@@ -85,6 +85,8 @@ def nested(levels):
         ({"role": "assistant", "content": "x", "weight": 0.5}, "weight of a message should be 0 or 1 .* found 0.5"),
         ({"role": "user"}, "a message of role 'user' has no content"),
         ("hi", "should have a role and a content, found 'hi'"),
+        ({"role": " ", "content": "x"}, "should have a role and a content"),
+        ({"from": ["human"], "value": "x"}, "a message is from .*human.*; known are human"),
     ],
 )
 def test_a_message_that_cannot_be_understood_is_a_clear_error(message, said):
@@ -115,7 +117,10 @@ def test_thoughts_are_text_and_an_empty_name_of_them_hides_no_other():
         normal_message({**answer, "reasoning": [{"text": "hm"}]})
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"trainable": False}, {"loss_mask": 0}, {"train": 0}])
+@pytest.mark.parametrize("flag", [
+    {"weight": 0}, {"weight": 0.0}, {"trainable": False}, {"loss_mask": 0}, {"train": 0}, {"loss_weight": 0},
+    {"loss_scale": 0.0},
+])  # fmt: skip
 def test_an_answer_that_a_data_set_excludes_is_marked(flag):
     assert normal_message({"role": "assistant", "content": "x", **flag})["trainable"] is False
     assert normal_message({"role": "assistant", "content": "x", **dict.fromkeys(flag, 1)}) == {
@@ -128,6 +133,8 @@ def test_an_answer_that_a_data_set_excludes_is_marked(flag):
 def test_roles_parts_and_thoughts_have_one_form():
     for written, role in (("developer", "system"), ("Assistant", "assistant"), (" USER ", "user"), ("Narrator",) * 2):
         assert normal_message({"role": written, "content": "x"})["role"] == role
+    assert normal_message({"role": "model", "content": "x"}) == {"role": "assistant", "content": "x"}
+    assert normal_message({"from": "Human ", "value": "x"}) == {"role": "user", "content": "x"}
     parts = [{"type": "text", "text": "a", "image": None}, "b", {"type": "input_text", "text": "c"}]
     assert normal_message({"role": "user", "content": parts})["content"] == "abc"
     image = {"type": "image", "image": "x.png"}
