@@ -128,11 +128,11 @@ def _check_option(name: str, key: str, value: Any, hint: Any) -> None:
 def judge(returned: Any) -> tuple[float, dict[str, float]]:
     """Convert a function's return value to (value, sub-components).
 
-    Raises TypeError or ValueError if it is not a finite number, or a dict of them with the key "reward", or "score" as
-    in verl.
+    Raises TypeError or ValueError if it is not a finite number, or a dict of them with the key "reward". A dict with
+    the key "score", as verl's functions return, may also hold texts, lists and None, which are dropped.
 
-    >>> judge(True), judge({"reward": 0.5, "format": 1})
-    ((1.0, {}), (0.5, {'format': 1.0}))
+    >>> judge(True), judge({"reward": 0.5, "format": 1}), judge({"score": 1, "acc": True, "pred": "34"})
+    ((1.0, {}), (0.5, {'format': 1.0}), (1.0, {'acc': 1.0}))
     """
     if not isinstance(returned, Mapping):
         return _number(returned, "the reward"), {}
@@ -141,7 +141,13 @@ def judge(returned: Any) -> tuple[float, dict[str, float]]:
         raise TypeError(
             f"the reward returned a dict without the key {VALUE!r} (it has: {', '.join(map(str, returned))})"
         )
-    parts = {str(key): _number(value, f"the reward's {key!r}") for key, value in returned.items()}
+    parts = {}
+    for name, value in returned.items():
+        try:
+            parts[str(name)] = _number(value, f"the reward's {name!r}")
+        except TypeError:
+            if key == VALUE or name == key:
+                raise
     return parts.pop(key), parts
 
 

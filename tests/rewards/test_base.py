@@ -27,6 +27,11 @@ from hone.rewards.settings import RewardConfig
         ({"reward": 0.5, "format": True}, 0.5, {"format": 1.0}),
         ({"reward": -2}, -2.0, {}),
         ({"score": 0.5, "acc": True}, 0.5, {"acc": 1.0}),  # as verl's functions return
+        (
+            {"score": 1, "acc": True, "pred": "34", "tip": None, "all": [1], "n": numpy.int64(2)},
+            1.0,
+            {"acc": 1, "n": 2},
+        ),
     ],
 )
 def test_a_number_or_a_dict_of_numbers_is_a_value(returned, value, parts):
@@ -47,6 +52,8 @@ def test_a_number_or_a_dict_of_numbers_is_a_value(returned, value, parts):
         (torch.tensor([1.0]), "expected a number"),
         ({"points": 1.0}, r"without the key 'reward' \(it has: points\)"),
         ({"reward": 1.0, "part": None}, "'part' is None"),
+        ({"score": "1", "acc": 1}, "the reward's 'score' is '1'"),
+        ({"score": 1.0, "acc": float("nan")}, "'acc' is nan; expected a finite number"),
         ({}, "without the key 'reward'"),
     ],
 )
