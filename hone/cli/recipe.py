@@ -112,18 +112,21 @@ def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Lo
 
 
 def _one_length(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, in which `run.steps` of the last one replaces `run.epochs` of the others, and the other way round."""
-    *below, last = layers
-    found = last.data.get("run") if isinstance(last.data, dict) else None
-    given: dict[str, Any] = found if isinstance(found, dict) else {}
-    lengths = [key for key in ("steps", "epochs") if given.get(key) is not None]
-    if not below or len(lengths) != 1:
+    """The layers, in which the last that sets one of `run.steps` and `run.epochs` clears the other in those below."""
+    found = [one.data.get("run") if isinstance(one.data, dict) else None for one in layers]
+    runs = [run if isinstance(run, dict) else {} for run in found]
+    lengths = [  # null in a layer above takes a length back
+        [key for key in ("steps", "epochs") if None not in [run.get(key), *(one.get(key, "") for one in runs[at:])]]
+        for at, run in enumerate(runs)
+    ]
+    top = max((number for number, keys in enumerate(lengths) if keys), default=0)
+    if len(lengths[top]) != 1:
         return list(layers)
-    (other,) = {"steps", "epochs"} - {*lengths}
-    others = [one.data.get("run") for one in below if isinstance(one.data, dict)]
-    if not any(isinstance(run, dict) and run.get(other) is not None for run in others):
+    (other,) = {"steps", "epochs"} - {*lengths[top]}
+    if not any(other in keys for keys in lengths[:top]):
         return list(layers)
-    return [*below, Layer(last.source, {**last.data, "run": {other: None, **given}})]
+    source, data = layers[top]
+    return [*layers[:top], Layer(source, {**data, "run": {other: None, **runs[top]}}), *layers[top + 1 :]]
 
 
 def stated_kind(layers: Sequence[Layer]) -> str | None:

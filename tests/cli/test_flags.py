@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hone
 from hone.cli.flags import Flags, guessed_columns, load_command, run_file
 from hone.cli.keys import keys_of
 from hone.cli.main import main
@@ -88,6 +89,23 @@ def test_a_typed_length_replaces_the_one_of_the_run_file(here):
     assert load_command("sft", Path("length.yaml"), ["run.epochs=3"], Flags()).config.run.epochs == 3
     with pytest.raises(ConfigError, match="found steps 2 and epochs 3"):
         load_command("sft", Path("length.yaml"), ["run.steps=2", "run.epochs=3"], Flags())
+
+
+def test_the_topmost_length_counts_in_three_layers(here, capsys):
+    (here / "base.yaml").write_text(to_yaml(run_file("rl", Flags("m", "rows.jsonl", "my.py:longer"))))
+    (here / "child.yaml").write_text("defaults: base.yaml\nrun: {steps: 5}\n")
+
+    def length(*keys):
+        run = load_command("rl", Path("child.yaml"), keys, Flags()).config.run
+        return run.steps, run.epochs
+
+    assert length() == length("run.seed=3") == (5, None)
+    assert length("run.epochs=2") == (None, 2)
+    assert length("run.steps=null") == (None, 1)
+    taken = hone.load({"defaults": "base.yaml", "run": {"steps": 3}}, "run.seed=4").config.run
+    assert (taken.steps, taken.epochs, taken.seed) == (3, None, 4)
+    assert main(["train", "child.yaml", "--sweep", "run.seed=1,1"]) == 2
+    assert "would share the folder" in said(capsys)[-1]  # the settings were read
 
 
 def test_the_smallest_run_file(here):
