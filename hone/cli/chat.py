@@ -38,7 +38,9 @@ class Sampling:
 
 @grouped
 def chat(
-    model: Annotated[str, typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run")],
+    model: Annotated[
+        str, typer.Argument(help="model folder, GGUF file, hub name or packaged:NAME, or the folder of a run")
+    ],
     how: Sampling,
     system: Annotated[str, typer.Option(help="system prompt; empty: the chat template's own")] = "",
     beside: Annotated[str, typer.Option(help="another model, such as the one before training, that answers too")] = "",

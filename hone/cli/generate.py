@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,9 @@ class Sampling:
 
 @grouped
 def generate(
-    model: Annotated[str, typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run")],
+    model: Annotated[
+        str, typer.Argument(help="model folder, GGUF file, hub name or packaged:NAME, or the folder of a run")
+    ],
     how: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
@@ -48,7 +50,8 @@ def generate(
 ) -> None:
     """Generate answers with the built-in engine. `hone score` reads the file that --output writes.
 
-    The file gets each answer as soon as it is there, so a command that is killed leaves those it has.
+    The file gets each answer as soon as it is there, and the terminal those to each prompt, in order, so a command that
+    is killed leaves those it has.
     """
     rows = _rows(prompt or [], source)
     sampling = SamplingConfig(max_response_tokens=how.max_response_tokens, temperature=how.temperature)
@@ -62,17 +65,28 @@ def generate(
     )
     with AnswerFile(target, "--output") as kept:
         count = Count("answers", len(rows) * how.samples)
+        waiting: list[dict[int, str]] = [{} for _ in rows]  # answers by sample, to print in the order of the prompts
+        unprinted = iter(range(len(rows))) if target is None else iter(())
+        following = next(unprinted, None)
 
         def on_answer(number: int, sample: int, answer: str) -> None:
+            nonlocal following
             kept.add((number, sample), {**_text_of(rows[number]), "sample": sample, "response": answer})
             count.one()
+            waiting[number][sample] = answer
+            while following is not None and len(waiting[following]) == how.samples:
+                count.end()
+                _print(rows[following], waiting[following])
+                following = next(unprinted, None)
 
-        answers = generate_answers(finished_model(model), questions, on_answer)
+        generate_answers(finished_model(model), questions, on_answer)
         count.end()
-    for row, found in zip(rows, answers, strict=True) if target is None else ():
-        typer.secho(_printable(str(row.get("prompt", row.get("messages")))), bold=True)
-        for answer in found:  # by echo: rich would change `:smile:` and tabs
-            typer.echo(_printable(answer))
+
+
+def _print(row: dict[str, Any], answers: Mapping[int, str]) -> None:
+    typer.secho(_printable(str(row.get("prompt", row.get("messages")))), bold=True)
+    for _, answer in sorted(answers.items()):  # by echo: rich would change `:smile:` and tabs
+        typer.echo(_printable(answer))
 
 
 def _printable(text: str) -> str:

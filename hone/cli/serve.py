@@ -25,7 +25,9 @@ RUN_FILES = (".yaml", ".yml")
 def serve(
     target: Annotated[
         str,
-        typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run; a run file of kind: serve"),
+        typer.Argument(
+            help="model folder, GGUF file, hub name or packaged:NAME, or the folder of a run; a run file of kind: serve"
+        ),
     ],
     overrides: Annotated[
         list[str] | None,

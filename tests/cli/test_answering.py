@@ -1,5 +1,6 @@
 """Finished models answer: `hone chat`, `hone serve`, `hone eval --beside`; a killed command keeps what was answered."""
 
+import asyncio
 import io
 import json
 import os
@@ -218,6 +219,32 @@ def test_an_ended_command_keeps_what_was_answered_and_a_whole_file_is_in_order(t
     assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]
     with pytest.raises(ConfigError, match=r"--output .*/none/x.jsonl: there is no folder"):
         AnswerFile(tmp_path / "none" / "x.jsonl", "--output")
+
+
+class WhileGenerating(io.StringIO):
+    """A terminal that takes text only while answers are generated: RuntimeError afterwards."""
+
+    def write(self, text):
+        asyncio.get_running_loop()
+        return super().write(text)
+
+
+def test_generate_prints_the_answers_to_each_prompt_once_they_are_there_in_order(models, monkeypatch):
+    model, prompts = str(models / "one"), ["abc", "d", "ca"]
+    screen = WhileGenerating()
+    monkeypatch.setattr(sys, "stdout", screen)
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    assert main(["generate", model, *asked, "--samples", "2", "--max-response-tokens", "12"]) == 0
+    answers = hone.generate(model, prompts, samples=2, max_response_tokens=12)
+    expected = [line for prompt, found in zip(prompts, answers, strict=True) for line in (prompt, *found)]
+    assert screen.getvalue() == "".join(f"{line}\n" for line in expected)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "serve"])
+def test_help_says_that_a_model_may_be_a_packaged_one(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([command, "--help"]) == 0
+    assert "hub name or packaged:NAME" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_run_stands_for_its_export(models, tmp_path):
