@@ -4,9 +4,11 @@
     python benchmarks/service.py sharing       small batches of eight adapters one by one, and in one forward
     python benchmarks/service.py tenants       steps of eight tenants at once, and of one who does all the work
     python benchmarks/service.py losses        gradients of ppo by name, and as weights of tokens after a forward
+    python benchmarks/service.py runs          a whole run through client and service, and in one process
 
 `overhead`: both train the same adapter on the same data with one thread. The service also writes the command, its
-result and the model's state to disk, which a step in process does not. `sharing`: adapters of ranks 1 to 16, as with
+result and the model's state to disk, which a step in process does not. `runs`: steps by the clock, without the first
+two, and the largest difference of rewards and losses of the same step. `sharing`: adapters of ranks 1 to 16, as with
 `training.share_forwards`; forward and backward without the service. `tenants` and `losses`: processor time of the
 service, which other programs of the machine change little.
 """
@@ -14,6 +16,7 @@ service, which other programs of the machine change little.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -119,8 +122,9 @@ class Tenant:
 class Served:
     """A service in a process of its own."""
 
-    def __init__(self, folder: Path, tenants: int = 1) -> None:
-        run = {"kind": "serve", "model": {"build": BUILD}, "names": ["base"], "folder": str(folder / "run")}
+    def __init__(self, folder: Path, tenants: int = 1, path: str | None = None) -> None:
+        model = {"path": path} if path else {"build": BUILD}
+        run = {"kind": "serve", "model": model, "names": ["base"], "folder": str(folder / "run")}
         training = {"compute_dtype": "float32", "max_tokens_per_microbatch": LONGEST, "lora_alpha": ALPHA}
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump({**run, "listen": {"port": 0}, "training": training}), encoding="utf-8")
@@ -131,6 +135,7 @@ class Served:
         said = [next(self._process.stdout).split()[-1] for _ in range(2)]  # the key, the address
         registry = Registry(folder / "run" / REGISTRY_FILE)
         keys = [said[0], *(add_key(registry, f"tenant-{number}") for number in range(1, tenants))]
+        self.url, self.key = said[1], said[0]
         self.tenants = [Tenant(said[1], key) for key in keys]
 
     def processor_s(self) -> float:
@@ -221,6 +226,38 @@ def overhead(pairs: int, tokens: int) -> None:
     said(f"through the service, {tokens} tokens a step", times["there"], times["here"])
 
 
+def runs(pairs: int, steps: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hone("sft", "recipes/tinker/base.yaml", f"run.dir={folder / 'base'}")
+        base = str(folder / "base" / "export")
+        with closing(Served(folder, path=base)) as served:
+            service = ("runtime.backend=tinker", f"runtime.backend.url={served.url}", "runtime.backend.base_model=base")
+            os.environ["TINKER_API_KEY"] = served.key
+            times: dict[str, list[float]] = {"there": [], "here": []}
+            apart = 0.0
+            for pair in range(pairs):
+                found = {}
+                for way in ("there", "here") if pair % 2 else ("here", "there"):
+                    run, more = folder / f"{way}-{pair}", service if way == "there" else ()
+                    settings = (f"model.path={base}", f"run.dir={run}", f"run.steps={steps}", "evaluation.sets={}")
+                    hone("train", "recipes/tinker/reverse.yaml", *settings, *more)
+                    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+                    found[way] = [one for one in map(json.loads, lines) if "perf/step_s" in one]
+                    times[way] += [statistics.median(one["perf/step_s"] for one in found[way][2:])]
+                for one, other in zip(found["here"], found["there"], strict=True):
+                    apart = max(apart, *(abs(one[key] - other[key]) for key in ("reward/mean", "train/loss")))
+    said(f"a step through client and service, beside in one process ({steps} steps)", times["there"], times["here"])
+    print(f"largest difference of reward/mean and train/loss: {apart:.2g}")
+
+
+def hone(*command: str) -> None:
+    """Run a command of hone with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins' / 'tinker'}"}
+    environment["HONE_USE_EXTERNAL_MODULES"] = "hone_tinker:register"
+    subprocess.run([sys.executable, "-m", "hone", *command], check=True, cwd=ROOT, env=environment, capture_output=True)
+
+
 def sharing(pairs: int, path: str | None) -> None:
     model = ModelConfig(path=path) if path else ModelConfig(build=BuildConfig(**BUILD))
     base = Base(model, EngineConfig(compute_dtype="auto" if path else "float32", max_tokens_per_microbatch=LONGEST))
@@ -244,14 +281,17 @@ def sharing(pairs: int, path: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "sharing", "tenants", "losses"))
+    parser.add_argument("what", choices=("overhead", "sharing", "tenants", "losses", "runs"))
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=20, help="of each run of `runs`")
     parser.add_argument("--model", help="of `sharing`, instead of a built one of 0.8 M parameters")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.what == "sharing":
         sharing(chosen.pairs, chosen.model)
+    elif chosen.what == "runs":
+        runs(chosen.pairs, chosen.steps)
     else:
         {"overhead": overhead, "tenants": tenants, "losses": losses}[chosen.what](chosen.pairs, chosen.tokens)
 

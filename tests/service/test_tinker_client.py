@@ -1,6 +1,7 @@
 """The real client of the protocol, in an environment of its own, against `hone serve`."""
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -31,6 +32,25 @@ def run(server, program, *arguments, timeout_s=300):
     return done.stdout
 
 
+def sums(tokens):
+    """The losses that the program asks for, by hand: -sum over (log-prob, its distance to the old one, advantage)."""
+
+    def clipped(ratio, advantage, low=0.8, high=1.2):
+        return min(ratio * advantage, min(max(ratio, low), high) * advantage)
+
+    sequence = math.exp(sum(apart for _, apart, _ in tokens[1:]) / (len(tokens) - 1))
+    terms = [
+        lambda logprob, apart, advantage: math.exp(apart) * advantage,
+        lambda logprob, apart, advantage: clipped(math.exp(apart), advantage),
+        lambda logprob, apart, advantage: min(max(math.exp(apart), 0.8), 1.2) * logprob * advantage,
+        lambda logprob, apart, advantage: logprob * advantage - 0.025 * apart**2,
+        lambda logprob, apart, advantage: clipped(sequence, advantage),
+        lambda logprob, apart, advantage: logprob * advantage - 0.25 * apart**2,
+        lambda logprob, apart, advantage: clipped(math.exp(apart), advantage, 0.7, 1.1),
+    ]
+    return [-sum(term(*one) for one in tokens) for term in terms]
+
+
 def test_the_real_client_trains_samples_saves_and_is_refused(server):
     found = json.loads(run(server, PROGRAM))
     assert found["models"] == ["tiny"]
@@ -42,12 +62,14 @@ def test_the_real_client_trains_samples_saves_and_is_refused(server):
     first, nothing, same = found["target"]
     assert (first, nothing) == (pytest.approx(same, abs=1e-6), 0.0)
     assert found["alternatives"] == [len(found["ids"]) - 1, 2]
-    places = len(found["ids"]) - 1
-    assert found["importance_sampling"] == pytest.approx(-places, abs=1e-3)  # every ratio is 1
-    assert found["ppo"] == found["gspo"] == pytest.approx(-places, abs=1e-3)
+    tokens = list(zip(found["logprobs"], found["apart"], found["advantages"], strict=True))
+    assert found["sums"] == pytest.approx(sums(tokens), rel=1e-4)
+    assert found["layers"] == [
+        [["k_proj", "o_proj", "q_proj", "v_proj"], [True, False, False]],
+        [["down_proj", "gate_proj", "up_proj"], [False, True, False]],
+    ]
+    assert "the unembedding alone, which gets no adapter here" in found["unembedding"]
     one = found["chunks"][1]
-    assert found["cispo"] == pytest.approx(one, rel=1e-4)
-    assert found["dro"] == pytest.approx(one, rel=1e-4)
     assert found["sparse"] == [True, pytest.approx(one, rel=1e-4)]
     assert found["custom"][0] == pytest.approx(found["custom"][1], rel=1e-4)
     assert found["custom"][2] == 2.0
@@ -60,7 +82,7 @@ def test_the_real_client_trains_samples_saves_and_is_refused(server):
     assert "lacks advantages" in missing
     assert found["checkpoints"] == ["weights/state", "sampler_weights/named"]
     assert found["left"] == ["sampler_weights/named"]
-    assert found["runs"] == 2
+    assert found["runs"] == 4  # the adapter of the unembedding alone is none
 
 
 def test_the_first_minutes_of_the_page_run(server, tmp_path):

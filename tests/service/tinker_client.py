@@ -2,6 +2,7 @@
 
 import json
 import sys
+import urllib.request
 import warnings
 
 import tinker
@@ -24,6 +25,16 @@ def failed(future):
     except tinker.RequestFailedError as error:
         return str(error)
     return ""
+
+
+def adapted(service, rest, **layers):
+    """The names of the layers that have an adapter, by its exported files, and what the service says of it."""
+    training = service.create_lora_training_client(base_model="tiny", rank=2, **layers).result()
+    path = training.save_weights_external("out").result().path
+    with urllib.request.urlopen(rest.get_external_weights_urls(path).result().urls["adapter_config.json"]) as file:
+        names = json.load(file)["target_modules"]
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    return sorted(names), [info.train_attn, info.train_mlp, info.train_unembed]
 
 
 def main():
@@ -67,11 +78,16 @@ def main():
     found["target"] = [*sampled.target_prompt_logprobs.to_torch()[0].tolist(), sampled.prompt_logprobs[1]]
     found["alternatives"] = sampled.prompt_alt_tokens.tokens.shape
 
-    advantages = {"logprobs": logprobs.tolist(), "advantages": [1.0] * len(logprobs)}
-    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
-        found[loss] = training.forward([datum(ids, **advantages)], loss).result().metrics["loss:sum"]
-    mask = {"sequence_ratio_mask": [1.0] * len(logprobs)}
-    found["gspo"] = training.forward([datum(ids, **advantages, **mask)], "gspo").result().metrics["loss:sum"]
+    found["logprobs"] = logprobs.tolist()
+    found["apart"] = [(0.3, -0.5, -0.5, 0.3)[place % 4] for place in range(len(logprobs))]  # from the sampler's
+    found["advantages"] = [(2.0, -1.0)[place % 2] for place in range(len(logprobs))]
+    old = (logprobs - torch.tensor(found["apart"])).tolist()
+    advantages, mask = {"logprobs": old, "advantages": found["advantages"]}, [0.0] + [1.0] * (len(logprobs) - 1)
+    asked = [(loss, {}, {}) for loss in ("importance_sampling", "ppo", "cispo", "dro")]
+    asked += [("gspo", {"sequence_ratio_mask": mask}, {}), ("dro", {}, {"beta": 0.5})]
+    asked += [("ppo", {}, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})]
+    data = [([datum(ids, **advantages, **more)], loss, settings) for loss, more, settings in asked]
+    found["sums"] = [training.forward(*one).result().metrics["loss:sum"] for one in data]
     sparse = torch.zeros(len(logprobs), 40, dtype=torch.int64)
     sparse[:, 0], weights = torch.tensor(ids[1:]), torch.zeros(len(logprobs), 40)
     weights[:, 0] = 1
@@ -98,6 +114,10 @@ def main():
     found["greedy"] = [len(greedy.tokens), greedy.stop_reason]
     found["computed"] = len(client.compute_logprobs(prompt).result())
 
+    found["layers"] = [adapted(service, rest, **one) for one in ({"train_mlp": False}, {"train_attn": False})]
+    found["unembedding"] = failed(
+        service.create_lora_training_client(base_model="tiny", train_mlp=False, train_attn=False)
+    )
     found["refused"] = [
         failed(training.forward_backward([datum(ids, **advantages)], "stable_reinforce")),
         failed(training.optim_step(types.AdamParams())),
