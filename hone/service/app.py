@@ -76,15 +76,15 @@ class ServiceApp:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.app = FastAPI(openapi_url=None)
-        self._add("GET", "/healthz", self._health, public=True)
         self._listings = Listings(service)
+        for path, handler in self._posts().items():
+            self._add("POST", f"/{path}", handler)
+        self._add("GET", "/healthz", self._health, public=True)
         self._add("GET", "/external/{secret}/{name}", self._listings.external_file, public=True)
         self._add("GET", "/get_server_capabilities", self._capabilities)
         for path, instead in NOT_SERVED.items():
             for method in ("GET", "POST", "PUT"):
                 self._add(method, f"/{path}", partial(self._refuse, f"{path} is not served here: {instead}"))
-        for path, handler in self._posts().items():
-            self._add("POST", f"/{path}", handler)
         for method, path, handler in self._listings.routes():
             self._add(method, path, handler)
         self._add("POST", "/forward_backward", self._forward_backward, raw=True)
@@ -92,6 +92,8 @@ class ServiceApp:
 
     def _posts(self) -> dict[str, Handler]:
         return {
+            "retrieve_future": self._retrieve,  # routes are tried in this order: the frequent ones first
+            "asample": self._sample,
             **{path: partial(self._say, answer) for path, answer in FIXED.items()},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
@@ -104,8 +106,6 @@ class ServiceApp:
             "save_weights_external": self._command(messages.SaveExternal, "save_weights_external"),
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
             "weights_info": self._listings.weights_info,
         }
 
