@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,8 +47,9 @@ OTHER_NAMES = {  # column of hone -> what data sets often call it
     "rejected": ("refused", "dispreferred"),
 }
 PER_STEP = 32  # samples, pairs or prompts
-ALPACA = {"instruction", "input"}  # together they are the prompt; in many rows `input` is empty
-ALPACA_PROMPT = "{{ instruction }}{% if input is defined and input %}\n\n{{ input }}{% endif %}"
+INPUTS = ("input", "context")  # with `instruction` they are the prompt; in many rows they are empty
+INSTRUCTION_PROMPT = "{{ instruction }}{% if INPUT is defined and INPUT %}\n\n{{ INPUT }}{% endif %}"
+KTO = ("prompt", "completion", "label")  # columns of single answers, good or bad
 SHAREGPT = "conversations"  # its column of messages
 VERL = "reward_model.ground_truth"  # the ground truth of verl's files
 
@@ -95,11 +96,13 @@ def missing_flags(kind: str, flags: Flags) -> list[str]:
 def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
     """The smallest run file for these flags; `steps`: its length is set elsewhere, otherwise it is one epoch."""
     name = re.sub(r"[^\w.-]+", "-", Path(flags.model).name).strip("-") or "model"
+    train, loss = _training_set(kind, flags)
     settings: dict[str, Any] = {
         "kind": kind,
         "run": {"dir": f"runs/{KINDS[kind].command.removeprefix('hone ')}-{name}", **({} if steps else {"epochs": 1})},
         "model": {"path": flags.model},
-        "data": {"train": _training_set(kind, flags)},
+        "data": {"train": train},
+        **loss,
     }
     section, _, key = KINDS[kind].per_step.rpartition(".")
     (settings.setdefault(section, {}) if section else settings)[key] = PER_STEP
@@ -122,7 +125,7 @@ def guessed_columns(kind: str, row: Mapping[str, Any]) -> dict[str, str]:
         found["messages"] = SHAREGPT
     graded = row.get("reward_model")
     is_verl = isinstance(graded, Mapping) and "ground_truth" in graded
-    for meaning in KINDS[kind].columns:
+    for meaning in columns_of(kind, row):
         if meaning in row or (meaning in ("prompt", "completion") and "messages" in {*row, *found}):
             continue
         if meaning == "ground_truth" and is_verl:
@@ -138,7 +141,17 @@ def guessed_columns(kind: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 def guessed_prompt(row: Mapping[str, Any]) -> str:
     """The template of a prompt that several columns are together; empty if one column is the prompt."""
-    return ALPACA_PROMPT if row.keys() >= ALPACA and not row.keys() & {"prompt", "messages"} else ""
+    also = [name for name in INPUTS if name in row]
+    if not also or "instruction" not in row or row.keys() & {"prompt", "messages"}:
+        return ""
+    return INSTRUCTION_PROMPT.replace("INPUT", also[0])
+
+
+def columns_of(kind: str, columns: Collection[str]) -> tuple[str, ...]:
+    """The columns that a run of this kind reads, for a data set with these: pairs, or (KTO) answers with a label."""
+    paired = {"chosen", "rejected", *OTHER_NAMES["chosen"], *OTHER_NAMES["rejected"]}
+    judged = kind == "prefer" and "label" in columns and not paired & {*columns}
+    return KTO if judged else KINDS[kind].columns
 
 
 def first_row(data: str) -> Mapping[str, Any]:
@@ -162,22 +175,26 @@ def write_run_file(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
     say(f"the run file is {path}")
 
 
-def _training_set(kind: str, flags: Flags) -> dict[str, Any]:
+def _training_set(kind: str, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of `data.train`, and the loss where the rows decide it."""
     columns, row = dict(flags.columns), first_row(flags.data)
     template = "" if "prompt" in columns else guessed_prompt(row)
-    if kind == "sft" and not columns and set(row) == {"text"}:
-        raise ConfigError(
-            f"{flags.data} has only the column 'text', which does not say where an answer begins: hone trains on "
-            "answers. Give the rows the columns prompt and completion, or messages"
-        )
+    loss = {"loss": {"name": "kto"}} if columns_of(kind, {*row, *columns}) == KTO else {}
     if not columns:
         columns = guessed_columns(kind, row)
+        known = {*row, *columns, *(["prompt"] if template else [])}
+        if kind == "sft" and "text" in row and not known & {"prompt", "messages", "completion"}:
+            raise ConfigError(
+                f"{flags.data} has the column 'text', which does not say where an answer begins, and no column of "
+                f"answers (columns: {', '.join(row)}): hone trains on answers. Give the rows the columns prompt and "
+                "completion, or messages"
+            )
         facts = [f"{meaning} is {own!r}" for meaning, own in columns.items()]
-        facts += ["prompt is 'instruction' and, where there is one, 'input'"] * bool(template)
+        facts += [f"prompt is 'instruction' and, where there is one, {name!r}" for name in INPUTS if name in template]
         if facts and _is_first():
             say("columns: " + ", ".join(facts))
     how = {"columns": columns} if columns else {}
-    return {**source_of(flags.data), **how, **({"prompt_template": template} if template else {})}
+    return {**source_of(flags.data), **how, **({"prompt_template": template} if template else {})}, loss
 
 
 def _component(reward: str) -> str:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 
 from hone.cli.errors import say
 from hone.cli.flags import (
     FLAGS,
     PER_STEP,
     Flags,
+    columns_of,
     first_row,
     guessed_columns,
     guessed_prompt,
@@ -29,7 +32,7 @@ from hone.cli.recipe import DEFAULT_KIND, KINDS, load_run
 from hone.composition import Layer
 from hone.config import ConfigError, build
 from hone.data.columns import PromptReader, SampleReader
-from hone.data.preference_readers import PairReader
+from hone.data.preference_readers import JudgedReader, PairReader
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import open_rows
 from hone.engines.settings import EngineConfig
@@ -42,6 +45,7 @@ HELD_OUT = 64  # rows
 SAMPLES = {"rl": 8, "distill": 1}  # answers to each prompt of a step
 RESPONSE_TOKENS = 512
 READERS = {"sft": SampleReader, "prefer": PairReader, "reward_model": PairReader}
+ALSO_READ = ("messages", "images", "tools", "data_source", "margin")  # columns, in a run of some kind
 
 
 def init(
@@ -109,9 +113,16 @@ def _hold_out(settings: dict[str, Any], data: str) -> None:
 
 def checked(config: Any) -> list[str]:
     """Describe the first row, the reward and the model of a run file. Raises ConfigError if they do not fit."""
-    reader = READERS.get(config.kind, PromptReader)("train", config.data.train, "data.train")
+    judged = config.kind == "prefer" and config.loss.name == "kto"
+    read_by = JudgedReader if judged else READERS.get(config.kind, PromptReader)
+    reader = read_by("train", config.data.train, "data.train")
     row = reader.row(reader.first)
     facts = [f"data: {len(reader)} rows; {_shown(reader, row)}"]
+    if isinstance(reader, PromptReader):
+        _check_asks(reader, row, config.kind)
+    if unread := _unread(config, row):
+        by_reward = " (a reward gets them in `row`)" if config.kind == "rl" else ""
+        facts.append(f"not read: {', '.join(unread)}{by_reward}")
     model = Path(config.model.path)
     if model.is_dir() and not (model / "config.json").is_file():
         raise ConfigError(f"model.path: {model} has no config.json, so it is not a Hugging Face model folder")
@@ -131,11 +142,40 @@ def checked(config: Any) -> list[str]:
     return facts
 
 
+def _check_asks(reader: PromptReader, row: Mapping[str, Any], kind: str) -> None:
+    """Raise ConfigError if the prompt of the first row ends with an answer, which leaves nothing to answer."""
+    messages = reader.messages(row, reader.first)
+    if messages[-1]["role"] != "assistant":
+        return
+    column = reader.column("messages") if reader.column("messages") in row else reader.column("prompt")
+    asked = next((number for number, one in enumerate(messages) if one["role"] == "user"), 0)
+    field = "value" if isinstance(row[column], list) and "value" in row[column][asked] else "content"
+    flags = " ".join(f"{name} ..." for name in ("--model", "--data", *KINDS[kind].needs))
+    raise ConfigError(
+        f"{reader.rows.where(reader.first)}: the last message of {column!r} is the assistant's, so there is nothing to "
+        "answer: remove it from every row; or, to take a question alone as the prompt, write the run file with `"
+        f"{KINDS[kind].command} {flags} --data.train.prompt_template '{{{{ {column}[{asked}].{field} }}}}' --write ...`"
+    )
+
+
+def _unread(config: Any, row: Mapping[str, Any]) -> list[str]:
+    """The columns of text that are in no prompt or answer."""
+    train = config.data.train
+    meanings = {*columns_of(config.kind, {*row, *train.columns}), *ALSO_READ}
+    read = {train.columns.get(one, one) for one in meanings}
+    for template in (train.prompt_template, train.ground_truth_template, train.answer_template):
+        read |= find_undeclared_variables(Environment().parse(template))
+    return [name for name, value in row.items() if isinstance(value, str) and name not in read]
+
+
 def _shown(reader: Any, row: Mapping[str, Any]) -> str:
     """The first row as the run will read it. Raises DataError."""
     index = reader.first
     if isinstance(reader, PairReader):
         return f"the first prefers {_short(reader.conversations(row, index)[0][-1].get('content'))}"
+    if isinstance(reader, JudgedReader):
+        verdict = "good" if reader.good(row, index) else "bad"
+        return f"the first answer, which is {verdict}, is {_short(reader.judged(row, index)[-1].get('content'))}"
     if isinstance(reader, SampleReader):
         return f"the first answer is {_short(reader.conversation(row, index)[-1].get('content'))}"
     truth = reader.ground_truth(row, index)
@@ -155,7 +195,7 @@ def _asked(kind: str, flags: Flags) -> Flags:
     typer.echo(f"its columns: {', '.join(row)}")
     guessed = guessed_columns(kind, row)
     known = {*row, "prompt"} if guessed_prompt(row) else {*row}
-    for meaning in [one for one in KINDS[kind].columns if one not in known and "messages" not in {*known, *guessed}]:
+    for meaning in [one for one in columns_of(kind, row) if one not in known and "messages" not in {*known, *guessed}]:
         columns[meaning] = columns.get(meaning) or _ask(f"column of the {meaning}", guessed.get(meaning))
     reward, teacher = flags.reward, flags.teacher
     if "--reward" in KINDS[kind].needs:

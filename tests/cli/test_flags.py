@@ -3,15 +3,19 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
 import hone
 from hone.cli.flags import Flags, guessed_columns, load_command, run_file
+from hone.cli.init import checked
 from hone.cli.keys import keys_of
 from hone.cli.main import main
 from hone.composition import ConfigError, to_yaml
@@ -81,6 +85,15 @@ def test_the_input_of_an_instruction_is_a_part_of_the_prompt(here, capsys):
     reader = SampleReader("train", build(DatasetConfig, settings["data"]["train"], "test"), "data.train")
     told = [[one["content"] for one in reader.conversation(reader.row(i), i)] for i in range(3)]
     assert told == [["Translate to French\n\ncat", "chat"], ["Say hi", "hi"], ["Say ho", "ho"]]
+    dolly = [{"instruction": "Who?", "context": "Ada", "response": "She", "category": "qa", "length": 3}] * 3
+    write_rows(here / "dolly.jsonl", dolly)
+    assert main(["init", "dolly.yaml", "--kind", "sft", "--model", "model", "--data", "dolly.jsonl"]) == 0
+    lines = said(capsys)
+    assert lines[0] == "columns: completion is 'response', prompt is 'instruction' and, where there is one, 'context'"
+    assert "not read: category" in lines
+    train = yaml.safe_load((here / "dolly.yaml").read_text())["data"]["train"]
+    reader = SampleReader("train", build(DatasetConfig, train, "test"), "data.train")
+    assert [one["content"] for one in reader.conversation(reader.row(0), 0)] == ["Who?\n\nAda", "She"]
 
 
 def test_a_typed_length_replaces_the_one_of_the_run_file(here):
@@ -270,12 +283,58 @@ def test_init_reads_sharegpt_and_says_what_text_lacks(here, capsys):
     written = yaml.safe_load((here / "sharegpt.yaml").read_text())
     assert written["data"]["train"]["columns"] == {"messages": "conversations"}
     assert written["actor"]["optimizer"]["lr"] == 1e-5
-    write_rows(here / "text.jsonl", [{"text": "a text"}] * 3)
-    assert main(["init", "text.yaml", "--kind", "sft", "--model", "model", "--data", "text.jsonl"]) == 2
-    assert "text.jsonl has only the column 'text', which does not say where an answer begins" in said(capsys)[-1]
+    for row in ({"text": "a text"}, {"id": "7", "text": "a text"}):
+        write_rows(here / "text.jsonl", [row] * 3)
+        assert main(["init", "text.yaml", "--kind", "sft", "--model", "model", "--data", "text.jsonl"]) == 2
+        assert "text.jsonl has the column 'text', which does not say where an answer begins" in said(capsys)[-1]
     write_rows(here / "odd.jsonl", [{"conversations": [{"from": "bird", "value": "x"}]}] * 3)
     assert main(["init", "odd.yaml", "--kind", "sft", "--model", "model", "--data", "odd.jsonl"]) == 2
     assert "a message is from 'bird'; known are human, user, gpt" in said(capsys)[-1]
+
+
+def test_init_says_how_a_prompt_is_made_of_an_answered_conversation(here, capsys):
+    turns = [("system", "Be kind."), ("human", "2 + 2?"), ("gpt", "4")]
+    write_rows(here / "asked.jsonl", [{"conversations": [{"from": who, "value": text} for who, text in turns]}] * 3)
+    flags = ["--model", "model", "--data", "asked.jsonl", "--teacher", "model"]
+    assert main(["init", "asked-once.yaml", "--kind", "distill", *flags]) == 2
+    error = said(capsys)[-1]
+    assert "the last message of 'conversations' is the assistant's, so there is nothing to answer" in error
+    assert not (here / "asked-once.yaml").exists()
+    (template,) = re.findall("--data.train.prompt_template '(.*?)'", error)
+    given = Flags("model", "asked.jsonl", teacher="model")
+    config = load_command("distill", None, [f"data.train.prompt_template='{template}'"], given).config
+    assert any("the first prompt is '2 + 2?'" in fact for fact in checked(config))
+
+
+def test_answers_with_a_label_are_for_kto(here, capsys):
+    rows = [{"question": f"{n} + 1?", "completion": f"{n}", "label": n % 2 == 0} for n in range(4)]
+    write_rows(here / "kto.jsonl", rows)
+    assert main(["init", "kto.yaml", "--kind", "prefer", "--model", "model", "--data", "kto.jsonl"]) == 0
+    assert "data: 4 rows; the first answer, which is good, is '0'" in said(capsys)
+    written = yaml.safe_load((here / "kto.yaml").read_text())
+    assert written["loss"] == {"name": "kto"}
+    assert written["data"]["train"] == {"path": "kto.jsonl", "columns": {"prompt": "question"}}
+    short = ["--samples_per_step", "4", "--tracking.trackers=[jsonl]", "runtime.threads=1"]
+    assert main(["prefer", "kto.yaml", "--run.dir", "runs/kto", *short]) == 0
+
+
+def test_csv_an_array_and_verl_s_parquet_become_run_files(here, capsys):
+    (here / "table.csv").write_text("question,answer\n1 + 1?,two\n2 + 1?,three\n")
+    (here / "array.json").write_text(json.dumps([{"instruction": "Say", "input": "hi", "output": "hi"}] * 2))
+    asked = {"prompt": [{"role": "user", "content": "1 + 1?"}], "data_source": "sums", "ability": "math"}
+    verl = [{**asked, "reward_model": {"style": "rule", "ground_truth": "2"}}] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), here / "verl.parquet")
+    for name, kind, facts in [
+        ("table.csv", "sft", ["data: 2 rows; the first answer is 'two'"]),
+        ("array.json", "sft", ["data: 2 rows; the first answer is 'hi'"]),
+        ("verl.parquet", "rl", ["data: 2 rows; the first prompt is '1 + 1?', ground truth '2'"]),
+        ("verl.parquet", "rl", ["not read: ability (a reward gets them in `row`)"]),
+    ]:
+        (here / "file.yaml").unlink(missing_ok=True)
+        reward = ["--reward", "my.py:longer"] if kind == "rl" else []
+        assert main(["init", "file.yaml", "--kind", kind, "--model", "model", "--data", name, *reward]) == 0
+        assert {*facts} <= {*said(capsys)}
+        load_command(kind, Path("file.yaml"), [], Flags())
 
 
 def test_init_asks_in_a_terminal(here):
