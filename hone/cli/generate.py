@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from hone.cli.answer_file import AnswerFile, Count
-from hone.cli.flags import Threads
+from hone.cli.flags import Threads, guessed_columns, guessed_prompt
 from hone.cli.grouping import grouped
 from hone.config import ConfigError, build
+from hone.data.columns import PromptReader
 from hone.data.images import put_images, without_images
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import open_rows
@@ -42,7 +43,9 @@ def generate(
     ],
     how: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
-    source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--input", help="file: rows with a prompt, question or messages")
+    ] = None,
     target: Annotated[
         Path | None, typer.Option("--output", help="file to write (.jsonl): a row per answer, in the column 'response'")
     ] = None,
@@ -99,7 +102,20 @@ def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:
     if source is None:
         return [{"prompt": text} for text in prompts]
     rows = open_rows(DatasetConfig(path=str(source)), "--input")
-    return [dict(rows[index]) for index in range(len(rows))]
+    if rows[0].keys() & {"prompt", "messages"}:
+        return [dict(rows[index]) for index in range(len(rows))]
+    named = {"columns": guessed_columns("distill", rows[0]), "prompt_template": guessed_prompt(rows[0])}
+    reader = PromptReader("input", build(DatasetConfig, {"path": str(source), **named}, "--input"), "--input")
+    return [_asked(reader, index) for index in range(len(rows))]
+
+
+def _asked(reader: PromptReader, index: int) -> dict[str, Any]:
+    """A row with its prompt in the column `prompt` or `messages`; its images are in the messages."""
+    row = reader.row(index)
+    messages = reader.messages(row, index)
+    text = messages[0].get("content") if len(messages) == 1 and messages[0]["role"] == "user" else None
+    prompt = {"prompt": text} if isinstance(text, str) else {"messages": list(messages)}
+    return {**prompt, **{name: value for name, value in row.items() if name != "images"}}
 
 
 def _text_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -254,3 +254,21 @@ def test_the_folder_of_a_run_stands_for_its_export(models, tmp_path):
         hone.generate(tmp_path / "run", ["abc"])
     Path(tmp_path / "run" / "export").symlink_to(models / "one")
     assert hone.generate(tmp_path / "run", ["abc"], **GREEDY) == hone.generate(models / "one", ["abc"], **GREEDY)
+
+
+def test_generate_finds_the_prompt_in_the_columns_that_init_recognises(models, tmp_path):
+    rows = {
+        "question": [{"question": "abc", "id": 1}, {"question": [user("d")], "id": 2}],
+        "instruction": [{"instruction": "abc", "input": ""}, {"instruction": "a", "context": "d", "input": "b"}],
+    }
+    asked = {"question": ["abc", "d"], "instruction": ["abc", "a\n\nb"]}
+    for name, given in rows.items():
+        source, target = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-answers.jsonl"
+        source.write_text("".join(f"{json.dumps(row)}\n" for row in given))
+        how = ["--temperature", "0", "--max-response-tokens", "12", "--output", str(target)]
+        assert main(["generate", str(models / "one"), "--input", str(source), *how]) == 0
+        answers = [json.loads(line) for line in target.read_text().splitlines()]
+        expected = hone.generate(models / "one", asked[name], **GREEDY)
+        assert [[one["response"]] for one in answers] == expected
+        assert [one["prompt"] for one in answers] == asked[name]
+        assert [{key: one[key] for key in row} for one, row in zip(answers, given, strict=True)] == given
