@@ -315,6 +315,11 @@ class _Builder:
         for source, data in layers:
             for key, value in data.items():
                 given.setdefault(key, []).append(Layer(source, value))
+        there = [str(key) for key, values in given.items() if values[-1].data is not None]
+        for key, values in given.items() if there and not _takes_none(inner) else ():
+            if values[-1].data is None and len(values) == 1:
+                text = f"there is no {path}.{key} to remove; {path} has: {', '.join(there)}"
+                raise ConfigError(f"{values[0].source}: {text}")
         kept = {k: v for k, v in given.items() if v[-1].data is not None or len(v) == 1 or _takes_none(inner)}
         built = {k: self.value(inner, metadata, values, _join(path, str(k))) for k, values in kept.items()}
         self.sources[path] = _joined(layers)
@@ -456,12 +461,9 @@ def _sections_in(prefix: str, value: Any, field: FieldInfo | None) -> Iterator[S
         yield Section(prefix, value, field)
         for name, info in type(value).model_fields.items():
             yield from _sections_in(f"{prefix}{name}.", value.__dict__[name], info)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _sections_in(f"{prefix}{name}.", inner, field)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _sections_in(f"{prefix}{index}.", inner, field)
+    entries: Any = value.items() if isinstance(value, dict) else ()
+    for part, inner in enumerate(value) if isinstance(value, list | tuple) else entries:
+        yield from _sections_in(f"{prefix}{part}.", inner, field)
 
 
 def forget_reads(config: Config) -> None:
@@ -483,9 +485,7 @@ def unread(loaded: Loaded[Any]) -> list[str]:
     """
     read: set[str] = set()
     for section in sections(loaded.config):
-        chosen = (
-            {"name"} if isinstance(section.config, Choice) else set()
-        )  # the registry used the name to choose the class
+        chosen = {"name"} if isinstance(section.config, Choice) else set()  # the registry chose the class by it
         fields = type(section.config).model_fields
         same = {name for name, info in fields.items() if section.config.__dict__[name] == default_of(info)}
         read |= {f"{section.prefix}{name}" for name in section.config._reads | chosen | same}

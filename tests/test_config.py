@@ -322,6 +322,8 @@ def test_a_null_removes_an_entry_and_an_empty_mapping_all_of_them(tmp_path):
     assert loaded.config.extra == {"k": None}  # here null is a value
     assert list(run_of(tmp_path, text, "sets={}", "sets.y.lr=0.5").sets) == ["x", "y"]
     assert "by_name.a is null, but needs a value" in error_of(tmp_path, "by_name: {a: null}")
+    missing = "command line: there is no by_name.aa to remove; by_name has: a, b"
+    assert missing in error_of(tmp_path, text, "by_name.aa=null")
 
 
 def test_lists_are_replaced_whole_or_changed_by_number(tmp_path):
