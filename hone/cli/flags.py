@@ -20,7 +20,7 @@ import typer
 from hone.cli.errors import say
 from hone.cli.recipe import KINDS, load_run
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides, to_yaml
-from hone.config import Loaded, build
+from hone.config import Loaded, build, walk
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
 
@@ -75,7 +75,9 @@ def load_command(kind: str, recipe: Path | None, overrides: Sequence[str] | None
         if flags.write is not None:
             raise ConfigError(f"--write keeps the flags of a command without a run file; copy {recipe} instead")
         above = [Layer(COMMAND_LINE, read_overrides(keys))] if keys else []
-        return load_run([*_replaced(read_layers(recipe), flags), *above], str(recipe), kind)
+        loaded = load_run([*_replaced(read_layers(recipe), flags), *above], str(recipe), kind)
+        _require_data_here(loaded)
+        return loaded
     command = KINDS[kind].command
     missing = missing_flags(kind, flags)
     if missing:
@@ -195,6 +197,19 @@ def _training_set(kind: str, flags: Flags) -> tuple[dict[str, Any], dict[str, An
             say("columns: " + ", ".join(facts))
     how = {"columns": columns} if columns else {}
     return {**source_of(flags.data), **how, **({"prompt_template": template} if template else {})}, loss
+
+
+def _require_data_here(loaded: Loaded[Any]) -> None:
+    """Raise ConfigError for data that lie beside the run file that names them, and not in the current folder."""
+    for key, value in walk(loaded.config):
+        source = Path(loaded.provenance[key])
+        if key.startswith(("data.", "evaluation.sets.")) and key.endswith(".path") and source.is_file():
+            beside = os.path.normpath(source.parent / value)
+            if not Path(value).exists() and Path(beside).exists():
+                raise ConfigError(
+                    f"{source}: {key}: no file {value} (current folder: {Path.cwd()}), where paths of data start; "
+                    f"there is one beside the run file: {key}={beside}"
+                )
 
 
 def _component(reward: str) -> str:

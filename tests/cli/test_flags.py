@@ -121,6 +121,18 @@ def test_the_topmost_length_counts_in_three_layers(here, capsys):
     assert "would share the folder" in said(capsys)[-1]  # the settings were read
 
 
+def test_data_beside_a_run_file_have_a_path_to_type(here, capsys):
+    (here / "conf" / "data").mkdir(parents=True)
+    (here / "conf" / "run.yaml").write_text(to_yaml(run_file("sft", Flags("m", "rows.jsonl"))).replace("rows", "mine"))
+    write_rows(here / "conf" / "mine.jsonl", [{"question": "a", "answer": "b"}])
+    assert main(["sft", "conf/run.yaml"]) == 2
+    begin = f"error: conf/run.yaml: data.train.path: no file mine.jsonl (current folder: {here}), where paths of data"
+    assert said(capsys)[-1] == f"{begin} start; there is one beside the run file: data.train.path=conf/mine.jsonl"
+    loaded = load_command("sft", Path("conf/run.yaml"), ["data.train.path=conf/mine.jsonl"], Flags())
+    assert loaded.config.data.train.path == "conf/mine.jsonl"
+    assert load_command("sft", Path("conf/run.yaml"), ["data.train.path=data"], Flags())  # what is typed is as typed
+
+
 def test_the_smallest_run_file(here):
     assert run_file("rl", Flags("a/Qwen3-0.6B", "rows.jsonl", "my.py:longer")) == {
         "kind": "rl",

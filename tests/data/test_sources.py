@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -201,7 +202,9 @@ def test_what_is_not_there_is_a_clear_error(tmp_path, dataset, write_jsonl):
     cases = [
         ({"path": tmp_path / "trian.jsonl"}, r"no file .*trian\.jsonl; did you mean .*train\.jsonl\?"),
         ({"path": tmp_path / "*.parquet5", "source": "parquet"}, r"no file .*\*\.parquet5"),
-        ({"path": "openai/gsm8k"}, r"data\.train\.path: no file or folder openai/gsm8k; .*source=hf"),
+        ({"path": "openai/gsm8k"}, r"data\.train\.path: no file or folder openai/gsm8k .*; .*source=hf"),
+        ({"path": "one/rows.jsonl"}, rf"no file one/rows\.jsonl \(current folder: {Path.cwd()}\)$"),
+        ({"path": "one/rows.csv"}, rf"no file or folder one/rows\.csv \(current folder: {Path.cwd()}\)$"),
         ({"path": tmp_path / "table.xlsx"}, r"table\.xlsx should end in \.jsonl or \.ndjson or \.parquet"),
         ({"path": tmp_path / "broken.parquet"}, r"broken\.parquet is not a readable Parquet file"),
         ({"path": tmp_path / "folder.jsonl", "source": "jsonl"}, "should be a file, but is a folder"),

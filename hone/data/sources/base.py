@@ -95,16 +95,16 @@ def _by_suffix(path: str, key: str) -> str:
     if Path(path).is_file():
         known = " or ".join([*SUFFIXES, *FILES_OF_DATASETS])
         raise DataError(f"{key}.path: {path} should end in {known}; for other files set {key}.source")
-    raise DataError(
-        f"{key}.path: no file or folder {path}{nearest(Path(path))}; for a data set on the hub set {key}.source=hf"
-    )
+    hub = "" if suffix in FILES_OF_DATASETS else f"; for a data set on the hub set {key}.source=hf"
+    raise DataError(f"{key}.path: no file or folder {path}{nearest(Path(path))}{hub}")
 
 
 def nearest(path: Path) -> str:
-    """'; did you mean ...?' with the most similar file in a missing file's folder, or an empty string."""
+    """'; did you mean ...?' with the most similar file in the folder of a missing one, or the current folder."""
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
-    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+    here = "" if path.is_absolute() else f" (current folder: {Path.cwd()})"
+    return f"; did you mean {path.with_name(near[0])}?" if near else here
 
 
 # ----------------------------------------------------------------------------------------------- Python functions
