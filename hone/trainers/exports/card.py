@@ -13,7 +13,9 @@ from typing import Any
 
 from hone import __version__
 from hone.composition import to_yaml
-from hone.data.settings import DatasetConfig
+from hone.data.settings import DatasetConfig, PythonSettings, ReasoningGymSettings
+from hone.models.files.packaged import PACKAGED, PREFIX
+from hone.models.settings import ModelConfig
 from hone.tracking.base import TrackingError, printable
 from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -49,7 +51,10 @@ def write_card(export: Path, run: Path, config: PolicyRunConfig | SupervisedConf
     """Write the card of the run in folder `run` into an export, which is of `step`; None: of the last one."""
     adapter = (export / "adapter_config.json").is_file()
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    if (base := _base(config)) and HUB_NAME.fullmatch(base) and not Path(base).exists():
+    base = _name(config.model)
+    if (packaged := PACKAGED.get(base.removeprefix(PREFIX))) is not None and base.startswith(PREFIX):
+        header |= {"license": packaged.licence, "base_model": packaged.hub}
+    elif HUB_NAME.fullmatch(base) and not Path(base).exists():
         header["base_model"] = base
     if config.kind != "reward_model":
         header["pipeline_tag"] = "text-generation"
@@ -70,9 +75,13 @@ def write_card(export: Path, run: Path, config: PolicyRunConfig | SupervisedConf
 
 
 def _facts(config: PolicyRunConfig | SupervisedConfig, step: int | None) -> Iterator[tuple[str, str]]:
-    yield "base", _base(config) or "a model that the run built"
+    yield "base", _name(config.model)
     yield "data", _data(config.data.train)
     yield "algorithm", _algorithm(config)
+    if isinstance(config, PolicyRunConfig) and (taught := config.distillation) is not None:
+        yield "teachers", ", ".join(f"{name}: {_name(one.model)}" for name, one in taught.teachers.items())
+        use = f"loss {taught.loss.name} {taught.where.replace('_', ' the ')}, weight {taught.coef:g}"
+        yield "distillation", f"{use}; task reward x {taught.task_coef:g}"
     if isinstance(config, PolicyRunConfig) and config.reward.components:
         yield "reward", ", ".join(f"{one.weight:g} x {name}" for name, one in config.reward.components.items())
     yield "steps", str(step if step is not None else config.run.steps or f"{config.run.epochs:g} epochs")
@@ -93,14 +102,17 @@ def _algorithm(config: PolicyRunConfig | SupervisedConfig) -> str:
     return f"loss {loss}; {per_step}"
 
 
-def _base(config: PolicyRunConfig | SupervisedConfig) -> str:
-    path = config.model.path
-    return "" if path is None else _short(path)
+def _name(model: ModelConfig) -> str:
+    return "a model that the run built" if model.path is None else _short(model.path)
 
 
 def _data(train: DatasetConfig) -> str:
-    source = "" if train.source is None else train.source.name
-    return " ".join(filter(None, (_short(train.path) if train.path else "", f"({source})" if source else "")))
+    source, rows = train.source, train.path
+    if isinstance(source, PythonSettings):
+        rows = source.function
+    elif isinstance(source, ReasoningGymSettings):
+        rows = source.task
+    return " ".join(filter(None, (_short(rows) if rows else "", f"({source.name})" if source is not None else "")))
 
 
 def _short(path: str) -> str:
