@@ -7,6 +7,7 @@ folder --> renderer
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.metrics import Timer
+from hone.trainers.policy.checks import full_context
 from hone.trainers.policy.generation import sampling_params
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
@@ -35,6 +37,7 @@ from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainSpec
 
+LOG = logging.getLogger("hone")
 RUN_FILE, EXPORT = "config.yaml", "export"
 
 
@@ -82,6 +85,8 @@ def answering(model: ModelConfig, how: Answering, loop: EventLoop) -> Iterator[A
     runtime = RuntimeConfig(threads=how.threads)
     prepare_process(runtime)
     renderer = Renderer(load_tokenizer(model), image_reader=load_image_processor(model))
+    if full := full_context(how.rollout.sampling, model):
+        LOG.warning("%s, or answers end earlier", full)
     recorder = Recorder(Timer())
     with TemporaryDirectory(prefix="hone-answers-") as folder:
         dtype = compute_dtype(how.engine.compute_dtype, current_platform())

@@ -24,6 +24,7 @@ from hone.models.loading import folder_of
 from hone.models.rotary import longest_position
 from hone.models.settings import ModelConfig
 from hone.registry import unknown
+from hone.rollout.settings import SamplingConfig
 from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
 from hone.schedule.settings import AsynchronyConfig
@@ -62,13 +63,20 @@ def check_settings(config: PolicyRunConfig) -> None:
 
 def check_room(config: PolicyRunConfig, model: ModelConfig) -> None:
     """Raise ConfigError if the longest response alone fills the context of `model`, which would cut every answer."""
+    if full := full_context(config.rollout.sampling, model):
+        raise ConfigError(f"rollout.sampling.{full}")
+
+
+def full_context(sampling: SamplingConfig, model: ModelConfig) -> str:
+    """Describe how the longest response alone fills the context of `model`; empty: it does not."""
     read = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
-    context, asked = longest_position(read, model.used.context), config.rollout.sampling.max_response_tokens
-    if context is not None and asked >= context:
-        raise ConfigError(
-            f"rollout.sampling.max_response_tokens={asked} leaves no room for a prompt: the model's context is "
-            f"{context} tokens; set it below {context}"
-        )
+    context, asked = longest_position(read, model.used.context), sampling.max_response_tokens
+    if context is None or asked < context:
+        return ""
+    return (
+        f"max_response_tokens={asked} leaves no room for a prompt: the model's context is {context} tokens; set it "
+        f"below {context}"
+    )
 
 
 def narrow_room(config: PolicyRunConfig, context: int, longest: int) -> str:
