@@ -1,13 +1,13 @@
 """hone: reinforcement learning and fine-tuning of language models after pre-training.
 
-`api` is the Python API, `cli` the command line. A run, in reading order: `trainers` (the loops), `algorithms`, `data`,
-`envs`, `rewards`, `rollout` (generates), `engines` (train), `weights` (from engines to rollout), `workers` (join
-these), `runtime` (one process or many), `models`, `schedule`, `tracking`, `platforms` (kinds of device), `processes`
-(children), `sandboxes`, `planner` (predicts a run), `diagnosis` (of a run that went wrong), `migration` (from other
-frameworks), `service` (models that clients train), `testing` (contracts of the parts, as tests). What all of them use:
-`types`, `spans`, `deadline`, `full_disk`, `machine` (its cores and memory), `outage` (of a service), `registry`,
-`plugins`, and for run files `config`, `config_errors`, `composition`, `explain`, `other_frameworks`. ARCHITECTURE.md
-has the levels and the reasons.
+`api` is the Python API (`objects`: what its mappings may hold), `cli` the command line. A run, in reading order:
+`trainers` (the loops), `algorithms`, `data`, `envs`, `rewards`, `rollout` (generates), `engines` (train), `weights`
+(from engines to rollout), `workers` (join these), `runtime` (one process or many), `models`, `schedule`, `tracking`,
+`platforms` (kinds of device), `processes` (children), `sandboxes`, `planner` (predicts a run), `diagnosis` (of a run
+that went wrong), `migration` (from other frameworks), `service` (models that clients train), `testing` (contracts of
+the parts, as tests). What all of them use: `types`, `spans`, `deadline`, `full_disk`, `machine` (its cores and memory),
+`outage` (of a service), `registry`, `plugins`, and for run files `config`, `config_errors`, `composition`, `explain`,
+`other_frameworks`. ARCHITECTURE.md has the levels and the reasons.
 """
 
 from importlib import import_module

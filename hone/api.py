@@ -16,14 +16,9 @@ a run after its step, saves it and raises `Interrupted`; the same call continues
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import hashlib
-import inspect
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +29,7 @@ from hone.cli.recipe import KINDS, MAPPING, load_run, run_file_of
 from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
 from hone.config import Loaded, build
+from hone.objects import plain, reference_to
 from hone.registry import resolve
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
@@ -47,8 +43,6 @@ from hone.trainers.run.context import RunControl
 from hone.types import Message
 
 R = TypeVar("R")
-SAVERS = ("save_to_disk", "save_pretrained")  # methods of data sets, and of models and tokenizers
-FOLDER_KEYS = ("path", "tokenizer")  # of run files: those that name a folder themselves
 LOOK_S = 1.0  # between two looks at a call in another thread
 RunFile = str | Path | Mapping[str, Any] | Loaded[Any]
 """Path of a run file, its content as a mapping, or what `load` returned."""
@@ -96,12 +90,14 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
     if isinstance(run_file, Mapping):
         settings = dict(run_file)
         base = settings.pop("defaults", None)
+        if not isinstance(base, str | Path | None):
+            raise ConfigError(f"{MAPPING}: 'defaults' should name one run file, found {base!r:.60}; write its path")
         before = read_layers(Path(base)) if base else []
         after = [Layer(COMMAND_LINE, read_overrides(overrides))] if overrides else []
         folder = ""
         for layer in (*before, Layer(MAPPING, settings), *after):
             folder = (layer.data.get("run") or {}).get("dir") or folder
-        return load_run([*before, Layer(MAPPING, _plain(settings, folder)), *after], MAPPING, kind)
+        return load_run([*before, Layer(MAPPING, plain(settings, folder)), *after], MAPPING, kind)
     return load_run(read_layers(Path(run_file), overrides), str(run_file), kind)
 
 
@@ -164,11 +160,7 @@ def generate(
 
     `model` is a folder, GGUF file or hub name, or the folder of a run. `temperature` 0 is greedy.
     """
-    if isinstance(prompts, str):
-        raise ConfigError(f"hone.generate takes a list of prompts, found one text; write [{prompts!r:.60}]")
-    asked: list[Sequence[Message]] = [
-        [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
-    ]
+    asked = _conversations(prompts)
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
     how = resolve("hone.trainers.answering.model:Answering")(RolloutConfig(sampling=sampling))
     chosen = resolve("hone.trainers.answering.model:finished_model")(str(model))
@@ -191,7 +183,7 @@ def score(
     `reward` is a registered name, 'file.py:function', or a function. If it fails for a row, the row has an `error`.
     """
     with TemporaryDirectory(prefix="hone-score-") as folder:
-        reference = reward if isinstance(reward, str) else _reference(reward, Path(folder))
+        reference = reward if isinstance(reward, str) else reference_to(reward, Path(folder))
         given = {"reward": reference, "options": dict(options or {}), "timeout_s": timeout_s}
         component = build(RewardComponent, given, source="hone.score")
         settings = RewardConfig(components={"reward": component}, workers=workers)
@@ -215,6 +207,28 @@ def _run(kind: str, run_file: RunFile, overrides: Sequence[str], on_step: OnStep
     chart = live_chart(Path(loaded.config.run.dir))
     control = RunControl(on_step if chart is None else chart.following(on_step))
     return Result(_answered(lambda: resolve(KINDS[kind].run)(loaded, control), control, chart))
+
+
+def _conversations(prompts: Any) -> list[Sequence[Message]]:
+    """Each prompt as a conversation. Raises ConfigError for one prompt without a list around it, and for no prompt."""
+    if isinstance(prompts, str):
+        raise ConfigError(f"hone.generate takes a list of prompts, found one text; write [{prompts!r:.60}]")
+    if isinstance(prompts, Mapping):
+        raise ConfigError("hone.generate takes a list of prompts, found one message; write [[message]]")
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f"hone.generate takes a list of prompts, found {prompts!r:.60}; write ['a text']")
+    asked: list[Sequence[Message]] = []
+    for number, one in enumerate(prompts):
+        if isinstance(one, Mapping):
+            raise ConfigError(f"prompt {number} is one message, expected a conversation; write [messages] for one")
+        whole = [Message(role="user", content=one)] if isinstance(one, str) else one
+        if not (isinstance(whole, Sequence) and whole and all(isinstance(part, Mapping) for part in whole)):
+            raise ConfigError(
+                f"prompt {number} should be a text, or a conversation such as [{{'role': 'user', 'content': 'a text'}}]"
+                f", found {one!r:.60}"
+            )
+        asked.append(whole)
+    return asked
 
 
 def _answered(call: Callable[[], R], control: RunControl | None = None, chart: LiveChart | None = None) -> R:
@@ -241,155 +255,3 @@ def _ended(answer: Future[R], chart: LiveChart | None = None) -> R:
     if chart is not None:
         chart.draw()
     return answer.result(0)
-
-
-def _plain(value: Any, folder: str, of: str = "") -> Any:
-    """Plain data: a function is replaced by its reference, a data set or a model by a folder in the run's `folder`.
-
-    `of` is the key of the value. Where it is a section (`data.train`, `model`), the folder is its `path`.
-    """
-    if isinstance(value, Mapping):
-        named = {key: _by_name(inner) if key == "components" else inner for key, inner in value.items()}
-        return {key: _plain(inner, folder, key) for key, inner in named.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner, folder) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
-    saves = next((name for name in SAVERS if not inspect.isclass(value) and hasattr(value, name)), "")
-    if not (inspect.isfunction(value) or inspect.isclass(value) or saves):
-        return value
-    name = getattr(value, "__qualname__", type(value).__name__)
-    if not folder:
-        raise ConfigError(f"run.dir is required, because {name} is stored there")
-    if not saves:
-        return _reference(value, Path(folder))
-    saved = _saved(value, saves, Path(folder))
-    return saved if of in FOLDER_KEYS else {"path": saved}
-
-
-def _by_name(components: Any) -> Any:
-    """Rewards in a list (functions, or names), as components named after them."""
-    if not isinstance(components, list | tuple):
-        return components
-    named = {getattr(one, "__name__", str(one)): {"reward": one} for one in components}
-    if len(named) < len(components):
-        raise ConfigError("reward.components: two rewards of the list have the same name; give a mapping instead")
-    return named
-
-
-def _saved(value: Any, saves: str, folder: Path) -> str:
-    """The folder in `folder` of a data set, model or tokenizer. It is named by its content: another one is another."""
-    partial = folder / "objects" / "partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
-    getattr(value, saves)(str(partial))
-    digest = hashlib.sha256()
-    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
-        digest.update(path.relative_to(partial).as_posix().encode() + path.read_bytes())
-    target = partial.with_name(f"{type(value).__name__}-{digest.hexdigest()[:12]}")
-    if target.is_dir():
-        shutil.rmtree(partial)
-    else:
-        partial.rename(target)
-    return str(target)
-
-
-def _reference(function: Any, folder: Path) -> str:
-    """`file.py:name` of a function, for the other processes that import it.
-
-    A function of a script or a notebook is stored in a file of its own in `folder`, because importing a script would
-    run it again: from a script with all imports and definitions around it, from a notebook alone.
-    """
-    name = function.__qualname__
-    if "<" in name or "." in name:
-        raise ConfigError(f"{name} cannot be found by other processes: define it at the top level of a file or cell")
-    file = inspect.getsourcefile(function)
-    if file is not None and os.path.isfile(file) and function.__module__ != "__main__":
-        return f"{os.path.abspath(file)}:{name}"
-    text = Path(file).read_text(encoding="utf-8") if file is not None and os.path.isfile(file) else ""
-    source = _definitions(text, name) if text else inspect.getsource(function)
-    target = folder / "functions" / f"{name}.py"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(f"{source}\n", encoding="utf-8")
-    return f"{target}:{name}"
-
-
-def _definitions(script: str, function: str) -> str:
-    """The imports, functions, classes and constants of a script, without what it does.
-
-    Raises ConfigError if the function, or what it calls, reads a name that only the whole script gives a value.
-    """
-    tree = ast.parse(script)
-    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    changed = {name for node in tree.body for name in _changed(node)}
-    kept = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed) or _imports(node)]
-    given = {name for node in kept if not isinstance(node, kinds) for name in _assigned(node)}
-    rest = [node for node in tree.body if node not in kept]
-    left = {name: node for node in rest for name in (*_changed(node), *_assigned(node)) if name not in given}
-    named = {node.name: node for node in kept if isinstance(node, kinds[2:])}
-    reached, waiting = set(), [function]
-    while waiting:
-        reached.add(found := waiting.pop())
-        inside = list(ast.walk(named[found]))
-        read = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-        own = {one.arg for one in inside if isinstance(one, ast.arg)} | set(_assigned(named[found]))
-        for name in sorted((read - own) & left.keys()):
-            raise ConfigError(
-                f"{found} reads {name}, which the script computes in line {left[name].lineno}; other processes import "
-                f"{found} without running the script: move {name} into {found}, or both into a file of their own"
-            )
-        waiting += sorted((read & named.keys()) - reached)
-    tree.body = kept
-    return ast.unparse(tree)
-
-
-def _imports(node: ast.stmt) -> bool:
-    """Return whether a statement chooses between imports and does no more: `if TYPE_CHECKING`, `try: import x`."""
-    inner = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
-    imports = all(isinstance(one, ast.Import | ast.ImportFrom | ast.Pass) or _is_constant(one, set()) for one in inner)
-    return isinstance(node, ast.If | ast.Try) and imports
-
-
-def _assigned(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement gives a value, also inside of a tuple, a loop or a branch."""
-    return (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-
-
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Constant(None))]
-
-
-def _changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose value a statement changes: `settings["run"] = ...`, `count += 1`."""
-    for target in _targets(node):
-        inner: Any = target
-        while isinstance(inner, ast.Subscript | ast.Attribute):
-            inner = inner.value
-        if isinstance(inner, ast.Name) and (inner is not target or isinstance(node, ast.AugAssign)):
-            yield inner.id
-
-
-def _is_constant(node: ast.stmt, changed: Set[str]) -> bool:
-    """A plain value under a name, which the script does not change afterwards: without the change it would be wrong."""
-    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-        return False
-    names = [one.id for one in _targets(node) if isinstance(one, ast.Name)]
-    if not names or changed & set(names):
-        return False
-    return _is_plain(node.value)
-
-
-PURE = frozenset({"re.compile", "set", "frozenset", "tuple", "list", "dict", "Path", "pathlib.Path"})
-
-
-def _is_plain(value: ast.expr) -> bool:
-    """Return whether to evaluate an expression costs and does nothing: literals, and calls of `PURE` with them."""
-    if isinstance(value, ast.Call):
-        arguments = [*value.args, *(one.value for one in value.keywords)]
-        return ast.unparse(value.func) in PURE and all(map(_is_plain, arguments))
-    if isinstance(value, ast.BinOp):
-        return _is_plain(value.left) and _is_plain(value.right)
-    try:
-        ast.literal_eval(value)
-    except ValueError:
-        return ast.unparse(value).startswith("re.") and isinstance(value, ast.Attribute)  # flags: re.DOTALL
-    return True

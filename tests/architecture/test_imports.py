@@ -41,7 +41,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "service": LEVEL_0 | LEVEL_1 | {"workers", "envs"},
     "testing": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
     "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "service", "testing", "migration", "diagnosis"},
-    "api": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "cli"},
+    "objects": frozenset({"composition"}),
+    "api": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "cli", "objects"},
     "__main__": frozenset({"cli"}),
     "": frozenset(),  # hone/__init__.py; it holds the version, which anybody may read
 }

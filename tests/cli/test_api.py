@@ -1,6 +1,7 @@
 """`import hone`, as a script and a notebook use it."""
 
 import asyncio
+import functools
 import gzip
 import json
 import re
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
 import torch
 import yaml
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hone
 from hone.cli.main import main
+from hone.data.sources.base import open_rows
 from tests.trainers.tiny import BASE, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +174,75 @@ def test_a_mapping_has_defaults_and_objects(done, tmp_path):
         hone.load({"data": {"train": {"path": rows}}})
 
 
+class Scale:
+    """A reward with a state, which is no function."""
+
+    def __call__(self, response):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("components", "key"),
+    [
+        ({"a": Scale()}, r"components\.a\.reward is a Scale"),
+        ({"a": {"reward": functools.partial(half, ground_truth="a")}}, r"components\.a\.reward is a partial"),
+        ([Scale()], r"components\.Scale\.reward is a Scale"),
+        (Scale(), r"components is a Scale"),
+    ],
+)
+def test_an_object_that_other_processes_cannot_import_is_one_error(components, key, tmp_path):
+    wanted = rf"reward\.{key} object, which other processes cannot import; define a function that calls it"
+    with pytest.raises(hone.ConfigError, match=wanted):
+        hone.load({"defaults": str(recipe(tmp_path)), "reward": {"components": components}})
+
+
+def test_score_refuses_an_object_that_other_processes_cannot_import():
+    with pytest.raises(hone.ConfigError, match="reward is a Scale object, which other processes cannot import"):
+        hone.score(Scale(), [{"response": "a"}])
+
+
+@pytest.mark.parametrize(("components", "name"), [({"a": half}, "a"), (half, "half")])
+def test_a_function_alone_is_a_component(components, name, tmp_path):
+    run_file = recipe(tmp_path, {"reward": {"components": {}}})
+    found = hone.load({"defaults": str(run_file), "reward": {"components": components}}).config.reward.components
+    assert found[name].reward == f"{Path(__file__)}:half"
+
+
+ROWS = [{"prompt": "ab", "ground_truth": "ba"}, {"prompt": "dc", "ground_truth": "cd"}]
+
+
+@pytest.mark.parametrize("rows", [ROWS, pandas.DataFrame(ROWS)], ids=["list", "frame"])
+@pytest.mark.parametrize("place", [lambda rows: rows, lambda rows: {"path": rows, "source": None}], ids=["set", "path"])
+def test_rows_in_a_list_or_a_frame_are_a_data_set_named_by_its_content(rows, place, tmp_path):
+    """They replace a run file's source; the same rows are the same file, others are another."""
+    settings = {"defaults": str(recipe(tmp_path)), "data": {"train": place(rows)}}
+    train = hone.load(settings).config.data.train
+    assert [dict(row) for row in open_rows(train, "data.train")] == ROWS
+    assert hone.load(settings).config.data.train == train
+    other = hone.load({**settings, "data": {"train": place(rows[:1])}}).config.data.train
+    assert other.path != train.path
+    assert Path(train.path).parents[1] == Path(other.path).parents[1] == tmp_path / "run" / "objects"
+    held_out = {**settings, "evaluation": {"sets": {"held_out": place(rows)}}}
+    assert hone.load(held_out).config.evaluation.sets["held_out"].path == train.path
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        (["ab"], r"data\.train row 0 should be a dict of columns, found 'ab'"),
+        ([{"prompt": object()}], r"data\.train row 0 cannot be written as JSON: Object of type object"),
+        (pandas.DataFrame({"prompt": ["a", 1]}), r"data\.train cannot be written as Parquet: "),
+        (
+            datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS)),
+            r"data\.train is a DatasetDict of train, test; give one split, such as dataset\['train'\]",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used_are_one_error(rows, wanted, tmp_path):
+    with pytest.raises(hone.ConfigError, match=wanted):
+        hone.load({"defaults": str(recipe(tmp_path)), "data": {"train": rows}})
+
+
 NOTEBOOK = """
 import asyncio, json, sys
 import hone
@@ -255,8 +327,8 @@ def test_a_stored_function_has_the_constants_of_its_script_but_nothing_that_the_
     script.write_text(
         "import json\nLIMIT = 3\nsettings = json.loads('{}')\nsettings['run'] = {'dir': 'd'}\ntable = {'b': {}}\n"
         "table['b']['c'] = 2\ncount = 0\ncount += 1\ndef mine(response):\n    return float(len(response) < LIMIT)\n"
-        "if __name__ == '__main__':\n    from hone.api import _reference\n    from pathlib import Path\n"
-        f"    print(_reference(mine, Path({str(tmp_path)!r})))\n"
+        "if __name__ == '__main__':\n    from hone.objects import reference_to\n    from pathlib import Path\n"
+        f"    print(reference_to(mine, Path({str(tmp_path)!r})))\n"
     )
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == f"{tmp_path}/functions/mine.py:mine", found.stderr
@@ -275,9 +347,9 @@ def test_a_stored_function_has_what_it_reads_or_is_refused(tmp_path):
         "def helper(text):\n    return table[text]\n"
         "def good(response, table=None):\n    found = table or {}\n    return PATTERN, WORDS, SIZE, found\n"
         "def bad(response):\n    return helper(response)\n"
-        "if __name__ == '__main__':\n    from hone.api import _reference\n    from pathlib import Path\n"
-        f"    response = found = None\n    print(_reference(good, Path({str(tmp_path)!r})))\n"
-        f"    _reference(bad, Path({str(tmp_path)!r}))\n"
+        "if __name__ == '__main__':\n    from hone.objects import reference_to\n    from pathlib import Path\n"
+        f"    response = found = None\n    print(reference_to(good, Path({str(tmp_path)!r})))\n"
+        f"    reference_to(bad, Path({str(tmp_path)!r}))\n"
     )
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == f"{tmp_path}/functions/good.py:good", found.stderr
@@ -288,8 +360,19 @@ def test_a_stored_function_has_what_it_reads_or_is_refused(tmp_path):
 
 def test_what_cannot_be_used_is_one_error(done):
     settings = done[0]
-    with pytest.raises(hone.ConfigError, match=r"takes a list of prompts, found one text; write \['abc'\]"):
-        hone.generate("no model", "abc")
+    message = {"role": "user", "content": "abc"}
+    conversation = r"found None|prompt 0 should be a text, or a conversation such as \[\{'role': 'user', "
+    for prompts, wanted in (
+        ("abc", r"takes a list of prompts, found one text; write \['abc'\]"),
+        (message, r"takes a list of prompts, found one message; write \[\[message\]\]"),
+        (None, r"takes a list of prompts, found None; write \['a text'\]"),
+        ([message], r"prompt 0 is one message, expected a conversation; write \[messages\] for one"),
+        ([None], conversation),
+        ([[]], conversation),
+        ([["abc"]], conversation),
+    ):
+        with pytest.raises(hone.ConfigError, match=wanted):
+            hone.generate("no model", prompts)
     loaded = hone.load(settings)
     assert hone.load(loaded, kind="rl") is loaded
     with pytest.raises(hone.ConfigError, match="these settings have kind: rl, expected sft"):
@@ -298,6 +381,8 @@ def test_what_cannot_be_used_is_one_error(done):
         hone.train(loaded, "run.steps=3")
     with pytest.raises(hone.ConfigError, match="<lambda> cannot be found by other processes"):
         hone.load({**settings, "reward": {"components": {"a": {"reward": lambda response: 0.0}}}})
+    with pytest.raises(hone.ConfigError, match=r"the mapping: 'defaults' should name one run file, found \['a.yaml'\]"):
+        hone.load({**settings, "defaults": ["a.yaml"]})
     with pytest.raises(
         hone.ConfigError, match=r"the mapping has kind: rl, expected sft; run it with hone\.train\(\.\.\.\)"
     ):
