@@ -200,7 +200,10 @@ class _Builder:
         given: dict[str, list[Layer]] = {}
         for source, data in layers:
             if not isinstance(data, Mapping):
-                raise ConfigError(f"{source}: {path or 'the file'} should be a mapping (key: value), found {data!r}")
+                hint = f"; write {path}.path={data}" if isinstance(data, str) and "path" in cls.model_fields else ""
+                raise ConfigError(
+                    f"{source}: {path or 'the file'} should be a mapping (key: value), found {data!r}{hint}"
+                )
             for key, value in data.items():
                 if key not in cls.model_fields:
                     sentence = f"{source}: {self.unknown_key(cls, str(key), path, value)}"
@@ -238,9 +241,11 @@ class _Builder:
         every = set(key_paths(self.root))
         if key in every:  # a setting of another entry of a registry
             return []
-        theirs = [one for one in other_frameworks.KEYS.get(leaf, ()) if one in every]
-        same = sorted((one.count("."), one) for one in every if one.rpartition(".")[2] == leaf)
-        return theirs or [one for dots, one in same if dots == same[0][0]][:3]
+        meant = other_frameworks.keys_meant(key) or other_frameworks.keys_meant(leaf)
+        theirs, section = [one for one in meant if one in every], key.partition(".")[0] + "."
+        having = [one for one in every if one.rpartition(".")[2] == leaf]
+        same = sorted((not one.startswith(section), one.count("."), one) for one in having)
+        return theirs or [one for *rank, one in same if rank == list(same[0][:2])][:3]
 
     def value(self, annotation: Any, metadata: list[Any], layers: list[Layer], path: str, default: Any = None) -> Any:
         """Build one field, one entry of a mapping, or one entry of a list."""
@@ -271,6 +276,10 @@ class _Builder:
                 return self.mapping(get_args(arm)[1] if origin else Any, metadata, layers, path)
             if origin in (list, tuple) and isinstance(last, list | Mapping):
                 return self.sequence(get_args(arm)[0], metadata, layers, path, default)
+        lists = [arm for arm in arms if get_origin(arm) in (list, tuple)]
+        if lists == arms != [] and not isinstance(last, list | tuple):
+            hint = f"; write [{last}]" if isinstance(last, str | int | float) else ""
+            raise ConfigError(f"{source}: {path} should be a list (found {last!r}){hint}")
         if isinstance(last, bool) and bool not in arms and (int in arms or float in arms):
             raise ConfigError(f"{source}: {path} should be a number (found {str(last).lower()})")
         self.sources[path] = source
@@ -391,7 +400,7 @@ def key_paths(cls: type[Config], prefix: str = "", depth: int = 6) -> Iterator[s
 
 def _sections_of(info: FieldInfo) -> list[type[Config]]:
     """The classes of which a field may be: sections, and the settings of its registry's entries."""
-    arms = get_args(info.annotation) or (info.annotation,)
+    arms = [info.annotation] if not _is_union(info.annotation) else get_args(info.annotation)
     found = [arm for arm in arms if isinstance(arm, type) and issubclass(arm, Config)]
     for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
         for entry in registry:

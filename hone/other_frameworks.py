@@ -166,8 +166,12 @@ _COMMON: Options = {
     "cliprange": (_LOW, _HIGH),
     "custom_reward_function": _REWARDS,
     "dataset": ("data.train.path",),
+    "deepspeed": ("actor.backend",),
     "early_stopping": ("run.stop_when",),
     "early_stopping_patience": ("run.stop_when.no_better_for",),
+    "eval_strategy": _EVALUATE,
+    "evaluation_strategy": _EVALUATE,
+    "expert_parallel": ("actor.backend.parallel.expert",),
     "fp16": ("actor.compute_dtype",),
     "fsdp_size": _PARALLEL,
     "generate_max_len": _ANSWER,
@@ -182,11 +186,16 @@ _COMMON: Options = {
     "num_mini_batches": ("update.minibatches",),
     "num_ppo_epochs": ("update.epochs",),
     "ppo_micro_batch_size_per_gpu": _TOKENS,
+    "pipeline_parallel": ("actor.backend.parallel.pipeline",),
     "pretrain": _MODEL,
     "ref_model": ("reference.model",),
     "reward_function": _REWARDS,
     "reward_model": _REWARDS,
     "rollout_batch_size": _PROMPTS,
+    "run_name": _FOLDER,
+    "save_checkpoints": _SAVE,
+    "sequence_parallel": ("actor.backend.parallel.sequence",),
+    "tensor_parallel": ("actor.backend.parallel.tensor", "rollout.tensor_parallel"),
 }
 """Further names, of older versions and of several frameworks."""
 
@@ -205,12 +214,17 @@ def _by_last_part(tables: Iterable[Options]) -> dict[str, tuple[str, ...]]:
 KEYS: Options = _by_last_part((_COMMON, *TABLES.values()))
 """Last part of an option -> the keys that may be meant."""
 
+_PAIRS = "is learnt from pairs of answers: hone prefer"
 VALUES: Mapping[tuple[str, str], str] = {
     ("loss", "grpo"): "GRPO is algorithm.advantage=grpo with algorithm.loss=ppo, or algorithm.preset=grpo",
     ("loss", "rloo"): "RLOO is algorithm.advantage=rloo with algorithm.loss=ppo",
     ("advantage", "ppo"): "PPO is algorithm.advantage=gae with algorithm.loss=ppo and a critic",
     ("advantage", "dapo"): "DAPO is algorithm.preset=dapo",
     ("loss", "dapo"): "DAPO is algorithm.preset=dapo",
+    **{
+        ("loss", name): f"{name.upper()} {_PAIRS} RUN.yaml loss={name}"
+        for name in ("dpo", "ipo", "simpo", "orpo", "kto")
+    },
 }
 """(last part of a key, value that others give it) -> what it is here."""
 
@@ -226,6 +240,13 @@ INSTEAD: Mapping[str, str] = {
     "resume_mode": _CONTINUE,
 }
 """Key of another framework -> what one does instead of setting a key."""
+
+
+def keys_meant(name: str) -> tuple[str, ...]:
+    """The keys of hone that another framework's `name` may mean: the whole of it (`run.name`), or its last part."""
+    words = name.replace("-", "_").replace(" ", "_")
+    return KEYS.get(words.replace(".", "_"), ()) or KEYS.get(words.rpartition(".")[2], ())
+
 
 COMMANDS: Mapping[str, str] = {
     "deploy": "serve",

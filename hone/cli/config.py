@@ -15,6 +15,7 @@ from hone.cli.every_key import KnownKey, about, at_path, every_key
 from hone.cli.recipe import DEFAULT_KIND, KINDS, load_recipe
 from hone.config import ConfigError, Loaded, default_of
 from hone.explain import Explanation, annotated, explain, schema, type_text, value_text
+from hone.other_frameworks import INSTEAD, keys_meant
 
 MOST_KEYS = 20  # that are shown for words
 
@@ -89,14 +90,20 @@ def _looked_up(asked: str, only: str = "") -> Text | None:
             if len(found) > MOST_KEYS:
                 shown.append(Text(f"and {len(found) - MOST_KEYS} more: add a word, or name a section", style="dim"))
             return Text("\n\n").join(shown)
-    return None
+    if instead := INSTEAD.get(asked.replace(" ", "_")):
+        return Text(instead)
+    there = [path for path in keys_meant(asked) if any(at_path(kind, cls, path) for kind, cls in kinds.items())]
+    shown = [_looked_up(path, only) for path in there]
+    return Text("\n\n").join(one for one in shown if one is not None) if shown else None
 
 
 def keys_like(option: str) -> list[str]:
     """The keys that may be meant by an option that no command has: `lr` or `run-steps`; at most three."""
     words = option.replace("-", "_")
     every = {one.path: one for name, kind in KINDS.items() for one in every_key(name, kind.load())}
-    same = [path for path in every if path.replace(".", "_") == words or path.rpartition(".")[2] == words]
+    same = [path for path in keys_meant(option) if path in every] or [
+        path for path in every if path.replace(".", "_") == words or path.rpartition(".")[2] == words
+    ]
     return (same or [one.path for one in about(list(every.values()), words)])[:3]
 
 

@@ -65,6 +65,7 @@ PANELS = {  # of `hone --help`; the others train
     "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout"),
 }
+RUN_FILES = (".yaml", ".yml")
 KEYS_LIKE = "hone.cli.config:keys_like"  # imports all settings
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
 TAKES_KEYS = {
@@ -92,11 +93,18 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
+    if list(arguments[:1]) == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    arguments = ["--help" if argument == "-h" else argument for argument in arguments]
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
         if name and name not in COMMANDS:
             if name in OTHER_COMMANDS:
                 raise UnknownName(f"unknown command {name!r}: here it is hone {OTHER_COMMANDS[name]}")
+            if name.endswith(RUN_FILES):
+                raise UnknownName(
+                    f"unknown command {name!r}: to train it, hone train {name}; to try it, hone check {name}"
+                )
             raise UnknownName(unknown("command", name, list(COMMANDS)))
         command = typer.main.get_command(_app(name, asks_help="--help" in arguments))
         arguments = _with_keys(name, arguments)

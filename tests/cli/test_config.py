@@ -106,6 +106,20 @@ def test_explain_of_an_unknown_key(capsys, rl):
     assert capsys.readouterr().err.startswith("error: unknown key 'run.step'; did you mean run.steps")
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("num_generations", "update.samples_per_prompt"),
+        ("max_new_tokens", "rollout.sampling.max_response_tokens"),
+        ("early stopping", "run.stop_when.score_reaches"),
+        ("save checkpoints", "checkpoint.every_steps"),
+        ("push_to_hub", "a finished model is uploaded by `hone export RUN OUTPUT --push OWNER/NAME`"),
+    ],
+)
+def test_names_of_other_frameworks_are_explained(capsys, words, key):
+    assert shown(capsys, "--explain", words).startswith(key)
+
+
 def test_without_a_run_file_a_key_is_explained_with_the_kinds_that_have_it(capsys):
     text = shown(capsys, "--explain", "algorithm.kl.coef")
     assert [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()] == [
@@ -146,6 +160,20 @@ def test_words_that_no_key_has(capsys):
         ("algorithm.loss.beta=1", "algorithm.loss=dro, and algorithm.loss is ppo: set algorithm.loss=dro too"),
         ("actor.dtype=bf16", "did you mean 'actor.compute_dtype' or 'actor.head_dtype'?"),
         ("push_to_hub=true", "a finished model is uploaded by `hone export RUN OUTPUT --push OWNER/NAME`"),
+        ("data.path=x", "unknown key 'data.path'; did you mean 'data.train.path'? (data has"),
+        ("run.name=x", "did you mean 'run.dir'?"),
+        ("deepspeed=x.json", "did you mean 'actor.backend'?"),
+        ("eval_strategy=steps", "did you mean 'evaluation.every_steps'?"),
+        (
+            "actor.backend.tensor_parallel=2",
+            "did you mean 'actor.backend.parallel.tensor' or 'rollout.tensor_parallel'?",
+        ),
+        ("algorithm.loss=dpo", "DPO is learnt from pairs of answers: hone prefer RUN.yaml loss=dpo"),
+        (
+            "model=some/folder",
+            "model should be a mapping (key: value), found 'some/folder'; write model.path=some/folder",
+        ),
+        ("tracking.trackers=wandb", "tracking.trackers should be a list (found 'wandb'); write [wandb]"),
     ],
 )
 def test_a_key_that_is_elsewhere_says_where(capsys, rl, override, said):
@@ -153,7 +181,15 @@ def test_a_key_that_is_elsewhere_says_where(capsys, rl, override, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "key"), [("--lr", "actor.optimizer.lr"), ("--run-steps", "run.steps")])
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--lr", "actor.optimizer.lr"),
+        ("--run-steps", "run.steps"),
+        ("--max-steps", "run.steps"),
+        ("--batch-size", "update.prompts_per_step or --samples_per_step"),
+    ],
+)
 def test_an_option_that_is_a_key_says_which(capsys, option, key):
     assert main(["train", option, "1"]) == 2
     assert f"a key of the run file is meant? --{key} (see" in capsys.readouterr().err

@@ -65,6 +65,7 @@ def test_the_installed_command_is_this_one():
         (["config"], "error: no run file was given: hone config RECIPE"),
         (["list", "rewrads"], "error: unknown kind 'rewrads'; did you mean 'rewards'?"),
         (["--nonsense"], "error: No such option: --nonsense"),
+        (["run.yaml"], "error: unknown command 'run.yaml': to train it, hone train run.yaml; to try it, hone check"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, expected):
@@ -231,3 +232,9 @@ def test_every_command_exists():
         path = Path(__file__).parents[2] / (module.replace(".", "/") + ".py")
         assert path.is_file(), name
         assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.M), name
+
+
+@pytest.mark.parametrize("arguments", [["help", "list"], ["list", "-h"], ["list", "--help"]])
+def test_help_has_every_usual_spelling(arguments, capsys):
+    assert main(arguments) == 0
+    assert "Usage: hone list" in capsys.readouterr().out
