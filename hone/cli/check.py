@@ -22,15 +22,17 @@ from hone.cli.errors import EXIT_FAILED
 from hone.cli.recipe import load_recipe
 from hone.cli.score import outcomes_of
 from hone.composition import ConfigError
+from hone.config import sections
 from hone.data.columns import PromptReader
 from hone.data.messages import RenderingError
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer
-from hone.data.stream import Maker, PromptMaker, PromptStream, TooLong, make_renderer
+from hone.data.stream import Maker, PromptMaker, PromptStream, SampleMaker, TooLong, make_renderer
 from hone.envs import ENVS
 from hone.envs.base import Start
 from hone.envs.runners import make_runner
 from hone.models.settings import ModelConfig
+from hone.models.source import check_source
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
 from hone.planner.anatomy import Anatomy, examine
@@ -38,7 +40,7 @@ from hone.planner.devices import GIB, known_devices, this_machine
 from hone.planner.memory import peak, phases
 from hone.platforms.base import current_platform
 from hone.rewards.pool import Outcome
-from hone.rewards.settings import RewardConfig
+from hone.rewards.settings import RewardConfig, RewardModelConfig
 from hone.tracking.base import printable
 from hone.trainers.forecast.forecast import Given, checked_setup
 from hone.trainers.forecast.setup import placement_of
@@ -95,6 +97,7 @@ def check(
             _say(tried)
         else:
             _say(_samples(config, renderer, anatomy.context))
+        _say(_others(config, renderer))
         _say(_memory(config, model, anatomy))
         if baseline:
             greedy, sampled = baseline_answers(config, model, prompts)
@@ -156,6 +159,27 @@ def _samples(config: Any, renderer: Renderer, context: int) -> Iterator[str]:
         yield f"{what}: {renderer.decode(ids, keep_special=True)[-SHOWN:]!r}"
 
 
+def _others(config: Any, renderer: Renderer) -> Iterator[str]:
+    """Look up every other model and set of rows that the run file names, and make an item of each set's first rows.
+
+    Raises ConfigError or ModelError for one that is not there, or has other columns.
+    """
+    for section in sections(config):
+        key, one = section.prefix.removesuffix("."), section.config
+        if isinstance(one, ModelConfig | RewardModelConfig) and one.path and key != "model":
+            trusted, revision = getattr(one, "trust_remote_code", False), getattr(one, "revision", None)
+            check_source(one.path, f"{key}.path", "config.json", trusted, revision)
+            yield f"{key}: {one.path} is there"
+    makers = PromptMaker if isinstance(config, PolicyRunConfig) else maker_of(config)
+    sets = [(f"evaluation.sets.{name}", one, makers) for name, one in config.evaluation.sets.items()]
+    sets += [(f"data.mix.{name}", one, makers) for name, one in config.data.mix.items()]
+    if (warm := getattr(config, "warm_start", None)) is not None:
+        sets.append(("warm_start.data.train", warm.data.train, SampleMaker))
+    for key, one, maker in sets:
+        _, rows, more = _made(maker(key.rpartition(".")[2], one, renderer, key))
+        yield f"{key}: {rows.removeprefix('data: ')}{more}"
+
+
 def _environment(config: PolicyRunConfig, renderer: Renderer) -> tuple[list[str], bool, Start | None]:
     """Make the environments as a run does before its first step, and play one prompt with policies without a model.
 
@@ -181,7 +205,7 @@ def _rewards(config: PolicyRunConfig) -> Iterator[str]:
     truths = [reader.ground_truth(row, reader.first + number) for number, row in enumerate(rows)]
     for name, component in config.reward.components.items():
         if component.model is not None:
-            yield f"reward {name}: a reward model, not tried here"
+            yield f"reward {name}: a reward model, whose scores are not tried here"
             continue
         cases = [
             {"prompt_id": str(number), **row, "response": response, "ground_truth": truth}

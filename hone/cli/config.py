@@ -93,8 +93,8 @@ def _looked_up(asked: str, only: str = "") -> Text | None:
     if instead := INSTEAD.get(asked.replace(" ", "_")):
         return Text(instead)
     there = [path for path in keys_meant(asked) if any(at_path(kind, cls, path) for kind, cls in kinds.items())]
-    shown = [_looked_up(path, only) for path in there]
-    return Text("\n\n").join(one for one in shown if one is not None) if shown else None
+    paragraphs = [one for path in there if (one := _looked_up(path, only)) is not None]
+    return Text("\n\n").join(paragraphs) if paragraphs else None
 
 
 def keys_like(option: str) -> list[str]:

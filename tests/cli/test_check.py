@@ -77,10 +77,38 @@ def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
     assert "for the ground truth as the answer" in lines[reward]
     assert "context 32 tokens" in lines["model"]
     assert "GiB at the most, in backward" in lines["memory"]
+    assert lines["evaluation.sets.held_out"] == " 8 rows"
     assert "pass@4" in lines["before training"]
     assert lines["verdict"]
     left = [one for one in tmp_path.rglob("*") if "__pycache__" not in one.parts]  # Python's own, of the task
     assert sorted(left) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["algorithm.kl={coef: 0.1}", "reference.model.path=gone/away"],
+            "reference.model.path 'gone/away' is not a local folder",
+        ),
+        (
+            ["reward.components.rm={model: {path: gone/away}}"],
+            "reward.components.rm.model.path 'gone/away' is not a local folder",
+        ),
+        (
+            ["evaluation.sets.held_out.columns={prompt: question}"],
+            "evaluation.sets.held_out.columns.prompt: unknown column",
+        ),
+        (["evaluation.sets.other.path=gone.jsonl"], "evaluation.sets.other.path: no file gone.jsonl"),
+        (
+            ["warm_start={data: {train: {path: gone.jsonl}}, steps: 1, samples_per_step: 1}"],
+            "warm_start.data.train: no file gone.jsonl",
+        ),
+    ],
+)
+def test_every_model_and_set_that_is_named_has_to_be_there(tmp_path, capsys, settings, said):
+    assert main(["check", str(recipe(tmp_path)), *settings]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_answer_that_a_prompt_leaves_no_room_for_is_told(tmp_path, capsys):
