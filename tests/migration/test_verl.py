@@ -82,6 +82,56 @@ def test_a_fully_asynchronous_run():
     assert any("staleness_threshold=0.5" in note for note in migration.notes)
 
 
+V1 = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
+    "data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=1 actor_rollout_ref.rollout.nnodes=1 "
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "asynchrony"),
+    [
+        (  # verl's own test of the mode
+            "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.num_warmup_batches=1 "
+            "trainer.v1.separate_async.parameter_sync_step=4 trainer.v1.sampler.max_off_policy_threshold=8",
+            {"prompts_per_step": 4, "samples_per_prompt": 1, "minibatches": 4},
+            {"staleness": 1, "new_weights": "recompute"},
+        ),
+        (
+            "trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=5 "
+            "trainer.v1.sampler.max_off_policy_threshold=3",
+            {"prompts_per_step": 4, "samples_per_prompt": 1, "minibatches": 4},
+            {"staleness": 2, "new_weights": "recompute"},
+        ),
+        (
+            "trainer.v1.trainer_mode=colocate_async trainer.v1.sampler.max_off_policy_threshold=1",
+            {"prompts_per_step": 4, "samples_per_prompt": 1, "minibatches": 4},
+            None,
+        ),
+    ],
+)
+def test_modes_of_the_v1_trainer(options, update, asynchrony):
+    _, run = of_script(V1 + options)
+    assert run["update"] == update
+    assert run.get("asynchrony") == asynchrony
+
+
+def test_a_v1_batch_that_verl_refuses_is_a_decision():
+    migration, _ = of_script(
+        V1 + "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=2"
+    )
+    assert any("which verl refuses" in sentence for sentence in migration.undecided())
+
+
+def test_explicit_weights_of_whole_sequences_are_a_decision():
+    migration, _ = of_script(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo actor_rollout_ref.model.path=m "
+        "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce "
+        "algorithm.rollout_correction.rollout_is=sequence"
+    )
+    assert any("loss_type=reinforce with rollout_is=sequence" in sentence for sentence in migration.undecided())
+
+
 @pytest.mark.parametrize(
     ("options", "section", "expected"),
     [
@@ -125,6 +175,17 @@ def test_a_fully_asynchronous_run():
         ),
         ("algorithm.rollout_correction.bypass_mode=true", "correction", {"old": "rollout"}),
         (
+            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce "
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3.0",
+            "loss",
+            {"name": "cispo", "clip_low": 1.0, "clip_high": 2.0},
+        ),
+        (
+            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce",
+            "loss",
+            {"name": "gpg"},
+        ),
+        (
             "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc "
             "algorithm.filter_groups.max_num_gen_batches=10 data.gen_batch_size=96 data.train_batch_size=32 "
             "actor_rollout_ref.actor.ppo_mini_batch_size=32",
@@ -136,6 +197,12 @@ def test_a_fully_asynchronous_run():
             "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
             "overlong",
             {"buffer_tokens": 4096, "factor": 0.5},
+        ),
+        (
+            "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=2048 "
+            "reward_model.overlong_buffer.penalty_factor=1.5",
+            "overlong",
+            {"buffer_tokens": 2048, "factor": 1.5},
         ),
     ],
 )

@@ -218,7 +218,13 @@ def _correction(migration: Migration, kind: str) -> None:
     weighs = weights not in ("null", "None", "none", "")
     if bypass:
         migration.put("algorithm.correction.old", "rollout", "verl's ratio is against the rollout's log-probs")
-        if weighs:
+        kind_of_loss = migration.text(f"{CORRECTION}.loss_type", default="ppo_clip")
+        if kind_of_loss == "reinforce":
+            _reinforce(migration, weights if weighs else "")
+        elif kind_of_loss != "ppo_clip":
+            name = f"{CORRECTION}.loss_type"
+            migration.decide(f"{name}={kind_of_loss} has no counterpart (ppo_clip, reinforce)", name)
+        elif weighs:
             migration.notes.append(
                 f"{CORRECTION}.rollout_is={weights} has no effect in verl's bypass mode with ppo_clip"
             )
@@ -235,8 +241,47 @@ def _correction(migration: Migration, kind: str) -> None:
         )
     migration.drop(f"{CORRECTION}.rollout_is_threshold", "no importance weights are used")
     migration.drop(f"{CORRECTION}.rollout_is_batch_normalize", "no importance weights are used")
-    migration.drop(f"{CORRECTION}.loss_type", "ppo_clip is hone's loss")
+    migration.drop(f"{CORRECTION}.loss_type", "verl reads it in its bypass mode only")
     _rejections(migration)
+
+
+def _reinforce(migration: Migration, weights: str) -> None:
+    """Set the loss of verl's bypass mode that is -w A log p, with w = min(p / p_rollout, threshold).
+
+    For weights of tokens that is CISPO with no lower bound; without weights it is `gpg`.
+    """
+    for key in [key for key in migration.settings if key.startswith("algorithm.loss.")]:
+        del migration.settings[key]
+    source = f"{CORRECTION}.loss_type=reinforce"
+    if not weights:
+        migration.put("algorithm.loss.name", "gpg", f"{source}: -A log p")
+        return
+    options = [f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")]
+    normalizes = migration.truth(options[2])
+    bound = migration.text(options[1], "algorithm.rollout_is_threshold", default="2.0").strip("'\"")
+    migration.put("algorithm.loss.name", "cispo", f"{source}: -w A log p, w = p / p_rollout up to {bound}")
+    migration.put("algorithm.loss.clip_low", 1.0, "no lower bound")
+    ceiling = _ceiling(bound)
+    if weights == "token" and not normalizes and ceiling is not None:
+        migration.put("algorithm.loss.clip_high", ceiling - 1, f"rollout_is_threshold={bound}, minus 1")
+        return
+    migration.put("algorithm.loss.clip_high", 1.0 if ceiling is None else ceiling - 1, f"rollout_is_threshold={bound}")
+    migration.decide(
+        f"{source} with rollout_is={weights}, rollout_is_threshold={bound}, rollout_is_batch_normalize={normalizes}: "
+        "hone's nearest loss is cispo, which bounds the ratio of each token; the file takes it. For the weights of "
+        "whole sequences or normalized ones set algorithm.correction.old=trainer and algorithm.correction.weights, "
+        "and algorithm.loss.name=gpg: they compare the policy before the update with the rollout",
+        *[option for option in options if option in migration],
+    )
+
+
+def _ceiling(text: str) -> float | None:
+    """Upper bound of the weights if it is one number of at least 1, else None."""
+    try:
+        bound = float(text)
+    except ValueError:
+        return None
+    return bound if bound >= 1 else None
 
 
 def _threshold(migration: Migration) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from hone.migration.migration import Migration
 
@@ -133,26 +132,49 @@ def _staleness(migration: Migration, staleness: int, source: str) -> None:
 
 
 def _v1(migration: Migration) -> None:
-    """Read the modes of verl's V1 trainer, whose default is synchronous."""
+    """Read the modes of verl's V1 trainer, whose default is synchronous.
+
+    A step there draws one batch and trains one, and weights are published after each step. So the batches drawn before
+    the first step are how far generation is ahead, and `max_off_policy_threshold` versions, the current one included,
+    are the bound.
+    """
     mode = migration.text("trainer.v1.trainer_mode", default="sync")
-    if mode == "sync":
+    if mode not in ("colocate_async", "separate_async"):
+        if mode != "sync":
+            migration.decide(
+                f"trainer.v1.trainer_mode={mode} has no counterpart (sync, colocate_async, separate_async); set "
+                "asynchrony.staleness",
+                "trainer.v1.trainer_mode",
+            )
         return
-    bound = migration.number("trainer.v1.sampler.max_off_policy_threshold", default=8)
-    sync = int(
-        migration.number("trainer.v1.separate_async.parameter_sync_step", default=4 if "separate" in mode else 1)
-    )
-    _staleness(
-        migration, max(1, int(bound) // max(1, sync)), f"trainer.v1.trainer_mode={mode}: at most {bound} updates"
-    )
-    if mode == "separate_async" and sync > 1:
-        prompts: Any = migration.settings["update.prompts_per_step"].value
-        parts: Any = migration.settings.get("update.minibatches")
-        migration.put("update.prompts_per_step", prompts * sync, f"{prompts} prompts x parameter_sync_step={sync}")
-        if parts is not None:
-            migration.put("update.minibatches", parts.value * sync, f"weights are published every {sync} steps of verl")
+    bound = migration.count("trainer.v1.sampler.max_off_policy_threshold", default=8)
+    ahead = int(migration.number(f"trainer.v1.{mode}.num_warmup_batches", default=1))
+    staleness = min(ahead, bound - 1)
+    if staleness > 0:
+        _staleness(
+            migration,
+            staleness,
+            f"trainer.v1.trainer_mode={mode}: {ahead} batches ahead, and fewer than {bound} versions",
+        )
+        migration.put("asynchrony.new_weights", "recompute", "V1 goes on with interrupted answers under new weights")
+    if mode == "separate_async":
+        _parameter_sync(migration)
     strategy = migration.text("trainer.v1.sampler.max_off_policy_strategy", default="drop")
     if strategy == "drop":
         migration.notes.append("verl drops answers that are too old; hone waits before they become too old")
+
+
+def _parameter_sync(migration: Migration) -> None:
+    """Check that a batch is what verl trains between two weight syncs, as verl asserts."""
+    sync = migration.count("trainer.v1.separate_async.parameter_sync_step", default=4)
+    prompts = migration.count("data.train_batch_size", default=PROMPTS)
+    mini = migration.count(f"{ACTOR}.ppo_mini_batch_size", default=MINI_BATCH)
+    if prompts != sync * mini:
+        migration.decide(
+            f"data.train_batch_size={prompts} is not trainer.v1.separate_async.parameter_sync_step={sync} x "
+            f"{ACTOR}.ppo_mini_batch_size={mini}, which verl refuses; set update.prompts_per_step and "
+            "update.minibatches"
+        )
 
 
 def saving(migration: Migration) -> None:

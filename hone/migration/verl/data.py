@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
 
 from hone.migration.migration import Migration
 
@@ -157,21 +156,21 @@ def _custom(migration: Migration) -> bool:
 def _overlong(migration: Migration) -> None:
     """Read DAPO's penalty near the length limit."""
     manager = migration.text("reward.reward_manager.name", "reward_model.reward_manager", default="naive")
-    base = (
-        "reward.reward_kwargs"
-        if any(key.startswith("reward.reward_kwargs") for key in migration.options)
-        else ("reward_model.reward_kwargs")
-    )
-    given: dict[str, Any] = {
-        "enable": migration.truth(f"{base}.overlong_buffer_cfg.enable"),
-        "len": migration.number(f"{base}.overlong_buffer_cfg.len", default=0),
-        "factor": migration.number(f"{base}.overlong_buffer_cfg.penalty_factor", default=1.0),
-    }
-    migration.drop(f"{base}.overlong_buffer_cfg.log", "hone always logs the penalty")
-    migration.drop(f"{base}.max_resp_len", "the limit is rollout.sampling.max_response_tokens")
-    if given["enable"] and given["len"] > 0:
-        source = f"{base}.overlong_buffer_cfg"
-        migration.put("algorithm.overlong.buffer_tokens", int(given["len"]), source)
-        migration.put("algorithm.overlong.factor", float(given["factor"]), source)
+    places = [
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+    ]
+    enabled = migration.truth(*(f"{place}.enable" for place in places))
+    tokens = migration.number(*(f"{place}.len" for place in places), default=0)
+    factor = migration.number(*(f"{place}.penalty_factor" for place in places), default=1.0)
+    for place in places:
+        migration.drop(f"{place}.log", "hone always logs the penalty")
+    for base in ("reward", "reward_model"):
+        migration.drop(f"{base}.reward_kwargs.max_resp_len", "the limit is rollout.sampling.max_response_tokens")
+    if enabled and tokens > 0:
+        source = next(place for place in places if f"{place}.enable" in migration)
+        migration.put("algorithm.overlong.buffer_tokens", int(tokens), source)
+        migration.put("algorithm.overlong.factor", float(factor), source)
     if manager not in ("naive", "dapo", "gdpo", "prime"):
         migration.decide(f"the reward manager {manager} is code of verl's side; write it as a reward: FILE.py:FUNCTION")
