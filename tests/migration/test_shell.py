@@ -65,6 +65,26 @@ def test_a_branch_that_only_running_chooses_is_left_out_with_a_note():
     assert "$(uname)" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("script", "name", "way"),
+    [
+        ('D=${D:-$(uname)}; case "$D" in npu) KL=(x);; esac; start "${KL[@]}"', "KL", "--set D=VALUE"),
+        ('case "${DEVICE:-$(uname)}" in npu) KL=(x);; esac; start "${KL[@]}"', "KL", "--set DEVICE=VALUE"),
+        ("if ls; then LR=1; elif who; then WD=2; fi; start $WD $LR", "LR, WD", "compare"),
+        ("[ -f x ] && LR=1; start $LR", "LR", "compare"),
+        ("ls || LR=1; start $LR", "LR", "compare"),
+        ("while read -r X; do LR=1; done; start $LR", "LR", "compare"),
+        ("for N in $(seq 1 3); do LR=$N; done; start $LR", "LR", "compare"),
+        ("A=(a b); A[1]=c; start ${A[@]}", "A", "compare"),
+    ],
+)
+def test_a_part_that_is_not_read_and_sets_a_variable_in_use_is_a_choice(script, name, way):
+    (choice,) = read_script(script, {}, []).choices
+    assert f"and {name} may have another value: " in choice
+    assert way in choice
+    assert read_script(script.partition("; start")[0], {}, []).choices == []  # nothing uses the variable
+
+
 def test_nothing_is_run(tmp_path):
     mark = tmp_path / "mark"
     read_script(f"touch {mark}; A=$(touch {mark}); cat > {mark} <<EOF\nx\nEOF\n`touch {mark}`", {}, [])

@@ -212,6 +212,27 @@ def test_parts_of_the_algorithm(options, section, expected):
     assert run["algorithm"][section] == expected
 
 
+def test_what_a_script_may_set_by_a_part_that_is_not_read_is_to_be_decided(tmp_path, capsys):
+    text = (
+        'case "${DEVICE:-$(python3 -c x)}" in gpu) KL=(actor_rollout_ref.actor.use_kl_loss=True);; *) KL=();; esac\n'
+        "LAUNCH=(python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m)\n"
+        '"${LAUNCH[@]}" "${KL[@]}" $MORE "$@"\n'
+    )
+    migration, _ = of_script(text)
+    assert [one.rpartition(": ")[2] for one in migration.decisions[:3]] == [
+        "give --set DEVICE=VALUE",
+        "add its options to the file",
+        "give --set MORE=VALUE",
+    ]
+    migration, run = of_script(text, DEVICE="gpu", MORE="")
+    assert run["algorithm"]["kl"]["where"] == "in_loss"
+    assert not any("--set" in one for one in migration.undecided())
+    script = tmp_path / "run.sh"
+    script.write_text("if ls; then\npython3 -m verl.trainer.main_ppo a=1\nfi\n")
+    assert main(["migrate", "verl", str(script)]) == 2
+    assert "line 1: `if ls; then` depends on a condition" in capsys.readouterr().err
+
+
 def test_a_supervised_run():
     _, run = of_script(
         "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=/d/a.parquet "

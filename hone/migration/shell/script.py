@@ -4,12 +4,14 @@
 
 Understood: arrays, defaults, `case`, `if` and `&&` over variables, arithmetic, quotes, functions, loops over constants.
 What depends on running something (a command's output, a file that exists, an unset variable) becomes a hole with the
-script's own text, or a note.
+script's own text, or a note. A part that is not read and sets a variable of the rest of the script is a choice too.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,8 @@ class Commands:
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
+    """Those of the notes that can change what a command is given: a person has to decide them."""
 
 
 def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Commands:
@@ -50,6 +54,7 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
         script.block(parser.parse(source).root_node.children)
     except TooLong as error:
         script.found.notes.append(f"reading ended early: {error}")
+        script.found.choices.append(script.found.notes[-1])
     return script.found
 
 
@@ -58,6 +63,7 @@ class _Script:
         self.scope = scope
         self.words = Words(scope, source)
         self.found = Commands()
+        self.uses = Counter(_USED.findall(source.decode()))
         self.functions: dict[str, Any] = {}
         self.statements = 0
         self.depth = 0
@@ -177,6 +183,7 @@ class _Script:
         first = self.statement(left)
         either = any(child.type == "||" for child in node.children)
         if first is None:  # a command that is run: it is taken to succeed
+            self._choice(left, "is taken to succeed", right)
             return None if either else self.statement(right)
         return self.statement(right) if first != either else first
 
@@ -191,7 +198,9 @@ class _Script:
             condition = [one for one in holder.children if one.is_named and one.end_byte <= then.start_byte]
             chosen = self.block(condition)
             if chosen is None:
-                self._note(holder, "depends on a condition that only running tells; none of its branches is taken")
+                self._note(
+                    holder, "depends on a condition that only running tells; none of its branches is taken", node
+                )
                 return None
             if chosen:
                 return self.block(body)
@@ -268,9 +277,45 @@ class _Script:
         numbers = a.strip().lstrip("-").isdigit() and b.strip().lstrip("-").isdigit()
         return _ORDER[sign](int(a), int(b)) if numbers and sign in _ORDER else None
 
-    def _note(self, node: Any, problem: str) -> None:
-        line = node.text.decode().strip().partition("\n")[0]
-        self.found.notes.append(f"line {node.start_point[0] + 1}: `{line[:80]}` {problem}")
+    def _note(self, node: Any, problem: str, unread: Any = None) -> None:
+        """Note that a part of the script, `unread`, is left out."""
+        self.found.notes.append(_sentence(node, problem))
+        self._choice(node, problem, unread or node)
+
+    def _choice(self, node: Any, problem: str, unread: Any) -> None:
+        """Note a choice if `unread` sets variables that the rest of the script uses."""
+        assigned, inside = _assigned(unread), Counter(_USED.findall(unread.text.decode()))
+        names = [name for name in assigned if self.uses[name] > inside[name]]
+        if not names:
+            return
+        asked = [name for name in _USED.findall(_sentence(node, "")) if name not in assigned and self._is_unset(name)]
+        ways = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(asked))
+        self.found.choices.append(
+            f"{_sentence(node, problem)}, and {', '.join(names)} may have another value: "
+            + (f"give {ways}" if ways else "compare what depends on it with the script")
+        )
+
+    def _is_unset(self, name: str) -> bool:
+        value = self.scope.get(name)
+        return value is None or (isinstance(value, str) and bool(holes(value)))
+
+
+def _sentence(node: Any, problem: str) -> str:
+    line = node.text.decode().strip().partition("\n")[0]
+    return f"line {node.start_point[0] + 1}: `{line[:80]}` {problem}"
+
+
+def _assigned(node: Any) -> list[str]:
+    """Names of the variables that a part of a script sets, each once."""
+    found: dict[str, None] = {}
+    left = [node]
+    while left:
+        one = left.pop()
+        left.extend(reversed(one.children))
+        if one.type in ("variable_assignment", "for_statement"):
+            name = one.child_by_field_name("name") or one.child_by_field_name("variable")
+            found[name.text.decode().partition("[")[0]] = None
+    return list(found)
 
 
 def _appended(old: Value | None, new: Value) -> Value:
@@ -279,6 +324,9 @@ def _appended(old: Value | None, new: Value) -> Value:
         return [*first, *([new] if isinstance(new, str) else new)]
     return (old or "") + new
 
+
+_USED = re.compile(r"\$\{?#?([A-Za-z_]\w*)")
+"""Use of a variable."""
 
 _ORDER = {
     "-eq": int.__eq__,

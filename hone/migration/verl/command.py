@@ -34,12 +34,13 @@ MAX_DEPTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of a trainer: the kind of run, its options, and what was not read."""
+    """One start of a trainer: the kind of run, its options, and what was not read; `choices` are to be decided."""
 
     kind: str
     module: str
     options: Mapping[str, Any]
     notes: Sequence[str] = field(default_factory=list)
+    choices: Sequence[str] = field(default_factory=list)
 
 
 def launch_of_script(text: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Launch:
@@ -48,12 +49,14 @@ def launch_of_script(text: str, variables: Mapping[str, str], arguments: Sequenc
     launches = [(module, words) for words in found.commands if (module := _module(words))]
     if not launches:
         known = ", ".join(ENTRY_POINTS)
-        raise ConfigError(f"the script starts no trainer of verl that is known here ({known})")
-    notes = list(found.notes)
+        unread = "".join(f"\n{note}" for note in found.notes)
+        raise ConfigError(f"the script starts no trainer of verl that is known here ({known}){unread}")
+    notes = [note for note in found.notes if not any(choice.startswith(note) for choice in found.choices)]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainers; this is the first: {launches[0][0]}")
     module, words = launches[0]
-    return Launch(ENTRY_POINTS[module], module, _options(words, notes), notes)
+    choices = list(found.choices)
+    return Launch(ENTRY_POINTS[module], module, _options(words, choices), notes, choices)
 
 
 def launch_of_yaml(text: str) -> Launch:
@@ -95,10 +98,11 @@ def _module(words: Sequence[str]) -> str:
     return ""
 
 
-def _options(words: Sequence[str], notes: list[str]) -> dict[str, Any]:
+def _options(words: Sequence[str], choices: list[str]) -> dict[str, Any]:
     """Options of a command line: Hydra's `key=value`, `+key=value`, `++key=value`, `~key`, and `--config-name`."""
     options: dict[str, Any] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    start = next(place for place, word in enumerate(words) if _module([word]))
+    for word, following in zip(words[start:], [*words[start + 1 :], ""], strict=True):
         flag, separator, value = word.partition("=")
         if flag == "--config-name":
             options["--config-name"] = shown(value if separator else following).strip("'\"")
@@ -112,7 +116,9 @@ def _options(words: Sequence[str], notes: list[str]) -> dict[str, Any]:
         elif word.startswith("~"):
             options.pop(word[1:], None)
         elif "$" in shown(word) and word != shown(word):
-            notes.append(f"the argument {shown(word)} is not read; only running the script tells it")
+            name = shown(word).strip("${}")
+            way = f"give --set {name}=VALUE" if name.isidentifier() else "add its options to the file"
+            choices.append(f"the argument {shown(word)} is known only when the script runs: {way}")
     return options
 
 

@@ -10,7 +10,7 @@ from hone.migration.verl.dropped import drop_the_rest
 
 def migrate_verl(launch: Launch) -> Migration:
     """Return the migration of a launch: settings of `hone train` or `hone sft`, and what became of each option."""
-    migration = Migration(launch.options, notes=list(launch.notes))
+    migration = Migration(launch.options, notes=list(launch.notes), decisions=list(launch.choices))
     if launch.kind == "sft":
         sft.read(migration)
     else:
