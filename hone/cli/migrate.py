@@ -117,5 +117,9 @@ def _summary(migration: Migration, target: Path | None) -> int:
             return EXIT_DECISIONS
         command = KINDS[str(migration.settings["kind"].value)].command
         say(f"to see all settings: hone config {target}")
+        say(f"to try data, rewards and model without training: hone check {target}")
+        say(f"to see whether it fits, and how long it takes: hone plan {target}")
         say(f"to run it: {command} {target}")
+    else:
+        say("to check it: write it to a file (hone migrate ... RUN.yaml), then hone config, hone check, hone plan")
     return EXIT_DECISIONS if left or unknown_options else 0

@@ -15,6 +15,7 @@ SCRIPTS = {
     "empty array": 'A=(); start first "${A[@]}" "" last',
     "words are split": 'L="a  b"; start $L "$L" pre$L "pre $L"',
     "arithmetic": "P=1024 R=8192; start $(((P + R) * 2)) $((R / 3)) $((-7 / 2)) $((7 % 4 ** 2)) $((P > R ? 1 : 2))",
+    "arithmetic as a default": 'A=2; start "${X:-$((1024 * (A + 1)))}" ${Y:-$((A))} k=${Z:=$((A > 1 ? 8 : 9))}',
     "trims": 'F=/a/b/c.tar.gz; start "${F##*/}" "${F#*/}" "${F%.*}" "${F%%.*}" "${F//\\//_}" "${F/a/X}" "${F:3:4}"',
     "case of letters": 'N=True; start "${N,,}" "${N^^}" "${N,}"',
     "case": 'for D in npu gpu other; do case "$D" in npu|gpu) E=chip;; *) E=none;; esac; start "$D" $E; done',

@@ -175,6 +175,21 @@ def test_explicit_weights_of_whole_sequences_are_a_decision():
         ),
         ("algorithm.rollout_correction.bypass_mode=true", "correction", {"old": "rollout"}),
         (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv actor_rollout_ref.actor.clip_ratio_c=9",
+            "loss",
+            {"name": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "truncate": 9.0},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl actor_rollout_ref.actor.clip_ratio=0.07",
+            "loss",
+            {"name": "dppo_kl", "threshold": 0.07, "truncate": 3.0},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dro actor_rollout_ref.actor.policy_loss.dro_beta=0.3",
+            "loss",
+            {"name": "dro", "beta": 0.3},
+        ),
+        (
             "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce "
             "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3.0",
             "loss",
@@ -210,6 +225,25 @@ def test_parts_of_the_algorithm(options, section, expected):
     estimator = "" if "adv_estimator" in options else "algorithm.adv_estimator=grpo "
     _, run = of_script(f"python3 -m verl.trainer.main_ppo {estimator}actor_rollout_ref.model.path=m {options}")
     assert run["algorithm"][section] == expected
+
+
+A = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (f"{A}.use_dynamic_bsz=True {A}.ulysses_sequence_parallel_size=4", 65536),  # 16,384 of each of 4 devices
+        (f"{A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=3000", 4096),  # the longest sequence
+        (f"{A}.ppo_max_token_len_per_gpu=3000 {A}.ppo_micro_batch_size_per_gpu=2", 8192),  # 2 sequences
+    ],
+)
+def test_the_cap_of_a_micro_batch(options, tokens):
+    _, run = of_script(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
+        f"data.max_prompt_length=1024 data.max_response_length=3072 {options}"
+    )
+    assert run["actor"]["max_tokens_per_microbatch"] == tokens
 
 
 def test_what_a_script_may_set_by_a_part_that_is_not_read_is_to_be_decided(tmp_path, capsys):
@@ -255,12 +289,14 @@ def test_settings_that_hydra_composed_are_read_too():
     launch = launch_of_yaml(
         "actor_rollout_ref: {model: {path: m}, rollout: {n: 4, name: vllm}, actor: {ppo_mini_batch_size: 16}}\n"
         "data: {train_batch_size: 64, train_files: [a.parquet, b.parquet]}\nalgorithm: {adv_estimator: gpg}\n"
-        "critic: {enable: null}\n"
+        "critic: {enable: null}\ntrainer: {resume_from_path: null, save_freq: 5}\n"
     )
     migration = migrate_verl(launch)
     run = from_yaml(run_file(migration, "x"))
     assert run["update"] == {"prompts_per_step": 64, "samples_per_prompt": 4, "minibatches": 4}
     assert run["data"]["mix"]["b"]["path"] == "b.parquet"
+    assert not any("resume_from_path" in sentence for sentence in migration.undecided())
+    assert any("keeps every checkpoint" in note for note in migration.notes)
     assert any("weight" in sentence for sentence in migration.undecided())
     with pytest.raises(ConfigError, match="neither verl's section actor_rollout_ref"):
         launch_of_yaml("a: 1")
@@ -295,7 +331,11 @@ def test_the_command_writes_a_file_that_loads_and_says_what_is_left(tmp_path, ca
     assert "to decide: $DATA_DIR is known only when the script runs" in said
     assert "--set DATA_DIR=VALUE" in said
     assert main(["migrate", "verl", str(script), str(tmp_path / "b.yaml"), "--set", "DATA_DIR=/d"]) == 0
-    assert f"to run it: hone train {tmp_path / 'b.yaml'}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for command in ("config", "check", "plan", "train"):
+        assert f": hone {command} {tmp_path / 'b.yaml'}\n" in said
+    assert main(["migrate", "verl", str(script), "--set", "DATA_DIR=/d"]) == 0
+    assert "then hone config, hone check, hone plan" in capsys.readouterr().err
     assert main(["config", str(tmp_path / "b.yaml")]) == 0
     assert main(["migrate", "verl", str(script), str(tmp_path / "b.yaml")]) == 2
     assert "exists" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
         raise CannotLoad("shell scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash") from error
     source = shown(text).encode()  # a script that holds the marks of holes loses them
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    script = _Script(Scope(dict(variables), list(arguments)), source)
+    script = _Script(Scope(dict(variables), list(arguments)), source, parser.parse)
     try:
         script.block(parser.parse(source).root_node.children)
     except TooLong as error:
@@ -59,9 +59,9 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
 
 
 class _Script:
-    def __init__(self, scope: Scope, source: bytes) -> None:
+    def __init__(self, scope: Scope, source: bytes, parse: Callable[[bytes], Any]) -> None:
         self.scope = scope
-        self.words = Words(scope, source)
+        self.words = Words(scope, source, parse)
         self.found = Commands()
         self.uses = Counter(_USED.findall(source.decode()))
         self.functions: dict[str, Any] = {}

@@ -66,9 +66,10 @@ class Scope:
 class Words:
     """Text of the nodes of a syntax tree in a scope."""
 
-    def __init__(self, scope: Scope, source: bytes) -> None:
+    def __init__(self, scope: Scope, source: bytes, parse: Callable[[bytes], Any]) -> None:
         self.scope = scope
         self.source = source
+        self.parse = parse
 
     def fields(self, node: Any) -> list[str]:
         """Return the words that a word of the script becomes: none, one, or several."""
@@ -116,6 +117,12 @@ class Words:
             yield [self._arithmetic(node)], quoted
         elif kind in _LITERAL:
             yield [_ESCAPED.sub(lambda found: found[1].strip("\n"), text)], True
+        elif kind == "command_substitution" and text.startswith("$(("):  # so the parser names $((1 + 2)) in ${X:-...}
+            inside = self.parse(text.encode()).root_node.children
+            while inside and inside[0].type in ("command", "command_name"):
+                inside = inside[0].children
+            known = bool(inside) and inside[0].type == "arithmetic_expansion"
+            yield [self._arithmetic(inside[0]) if known else hole(text)], quoted
         else:  # command and process substitutions, and what this reader does not know
             yield [hole(text)], True
 

@@ -30,6 +30,7 @@ LOSSES: Mapping[str, str] = {
     "clip_cov": "clip_cov",
     "dppo_kl": "dppo_kl",
     "dppo_tv": "dppo_tv",
+    "dro": "dro",
     "geo_mean": "gmpo",
     "gpg": "gpg",
     "gspo": "gspo",
@@ -92,8 +93,7 @@ def _advantage(migration: Migration) -> None:
     if ours == "gdpo":
         _gdpo(migration)
     for name in ("algorithm.gamma", "algorithm.lam"):
-        if str(migration.options.get(name)) in ("1", "1.0"):
-            migration.drop(name, f"the estimator {ours} discounts nothing, and the value is 1")
+        migration.drop(name, f"the estimator {ours} does not use it")
     migration.drop(f"{ACTOR}.calculate_sum_pi_squared", "the estimator asks for it by itself")
 
 
@@ -126,6 +126,13 @@ def _loss(migration: Migration) -> str:
         migration.copy(f"{ACTOR}.tau_neg", "algorithm.loss.tau_negative", number)
         migration.copy(f"{ACTOR}.policy_loss.tau_pos", "algorithm.loss.tau_positive", number)
         migration.copy(f"{ACTOR}.policy_loss.tau_neg", "algorithm.loss.tau_negative", number)
+    if ours == "dppo_kl":
+        _divergence(migration)
+    if ours in ("dppo_kl", "dppo_tv"):
+        ceiling = migration.number(f"{ACTOR}.clip_ratio_c", default=3.0)
+        migration.put("algorithm.loss.truncate", float(ceiling), f"clip_ratio_c={ceiling}")
+    if ours == "dro":
+        migration.copy(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss.beta", number)
     if ours == "clip_cov":
         for theirs, key in (("clip_cov_ratio", "share"), ("clip_cov_lb", "cov_low"), ("clip_cov_ub", "cov_high")):
             migration.copy(f"{ACTOR}.policy_loss.{theirs}", f"algorithm.loss.{key}", number)
@@ -136,6 +143,19 @@ def _loss(migration: Migration) -> str:
     for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         migration.drop(f"{ACTOR}.{name}", f"the loss {ours} has no such bound")
     return ours
+
+
+def _divergence(migration: Migration) -> None:
+    """Set the largest KL of a token, which verl's `dppo_kl` reads from the options of clipping."""
+    both = migration.number(f"{ACTOR}.clip_ratio", default=0.2)
+    low = migration.number(f"{ACTOR}.clip_ratio_low", default=both)
+    high = migration.number(f"{ACTOR}.clip_ratio_high", default=both)
+    migration.put("algorithm.loss.threshold", float(min(low, high)), f"clip_ratio_low={low}, clip_ratio_high={high}")
+    if low != high:
+        migration.decide(
+            f"{ACTOR}.clip_ratio_low={low} and clip_ratio_high={high} bound dppo_kl on two sides; hone has one bound, "
+            "algorithm.loss.threshold. The file takes the smaller"
+        )
 
 
 def _clip(migration: Migration, loss: str) -> None:

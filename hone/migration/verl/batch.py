@@ -186,12 +186,14 @@ def saving(migration: Migration) -> None:
     kept = migration.value("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep")
     if kept is not None:
         migration.put("checkpoint.keep", int(kept), f"trainer.max_actor_ckpt_to_keep={kept}")
+    elif every > 0:
+        migration.notes.append("verl keeps every checkpoint; hone keeps the newest 2 and the best (checkpoint.keep)")
     testing = migration.number("trainer.test_freq", default=-1)
     migration.put("evaluation.every_steps", max(0, int(testing)), f"trainer.test_freq={testing}; 0: at start and end")
     migration.drop("trainer.val_before_train", "hone evaluates before and after training if there are held-out sets")
     resume = migration.text("trainer.resume_mode", default="auto")
-    if resume == "resume_path" or "trainer.resume_from_path" in migration:
-        path = migration.text("trainer.resume_from_path")
+    path = migration.text("trainer.resume_from_path", default="null")
+    if resume == "resume_path" or path not in ("null", "None", ""):
         migration.decide(
             f"trainer.resume_from_path={path} continues a checkpoint of verl, which hone cannot read; export it as a "
             "Hugging Face folder and set model.path",

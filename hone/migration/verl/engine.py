@@ -24,6 +24,12 @@ DTYPES: Mapping[str, str] = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }
+BUDGETS: Mapping[str, int] = {
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    "critic.ppo_max_token_len_per_gpu": 32768,
+    "data.max_token_len_per_gpu": 8192,
+}
+"""Option of a token budget -> verl's default."""
 
 
 def read(migration: Migration) -> None:
@@ -36,8 +42,7 @@ def read(migration: Migration) -> None:
         sharded(migration, ACTOR, "actor", engine, world)
     model(migration, MODEL)
     memory(migration, ACTOR, "actor", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
-    tokens = migration.number(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
-    migration.put("actor.max_tokens_per_microbatch", int(tokens), f"ppo_max_token_len_per_gpu={tokens}")
+    budget(migration, "actor", f"{ACTOR}.ppo_max_token_len_per_gpu", _is_on(migration, f"{ACTOR}.use_dynamic_bsz"))
     optimizer(migration, f"{ACTOR}.optim", "actor", default_lr=1e-6)
     norm = migration.number(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad", default=1.0)
     migration.put("actor.max_grad_norm", float(norm), f"grad_clip={norm}")
@@ -194,6 +199,36 @@ def megatron(migration: Migration, base: str, role: str) -> None:
         migration.decide(f"{said}: set {role}.backend.parallel.layers, the number of layers of each stage", *given)
 
 
+def _is_on(migration: Migration, name: str) -> bool:
+    return str(migration.options.get(name)).lower() == "true"
+
+
+def budget(migration: Migration, role: str, name: str, dynamic: bool) -> None:
+    """Set the cap of a micro-batch in tokens.
+
+    verl's budget is that of one device, and the devices that share a sequence add theirs. Without dynamic batches verl
+    ignores it and takes a number of answers. No sequence is longer than the cap here.
+    """
+    size = 1
+    for part in ("sequence", "context"):
+        line = migration.settings.get(f"{role}.backend.parallel.{part}")
+        size *= 1 if line is None or line.value is True else int(line.value)
+    if name.startswith("data."):
+        micro, longest = "data.micro_batch_size_per_gpu", int(migration.number("data.max_length", default=1024))
+    else:
+        micro = f"{name.rpartition('.')[0]}.ppo_micro_batch_size_per_gpu"
+        longest = sum(int(migration.number(f"data.max_{part}_length", default=512)) for part in ("prompt", "response"))
+    tokens = int(migration.number(name, default=BUDGETS[name])) * size
+    source = f"{name}={tokens // size} x {size} devices of a sequence"
+    answers = migration.options.get(micro)
+    if not dynamic and answers not in (None, "null", "None"):
+        rows = migration.count(micro, default=1)
+        tokens, source = rows * longest, f"{micro}={rows} x {longest} tokens; verl ignores its budget"
+    if tokens < longest:
+        tokens, source = longest, f"{source}; the longest sequence has {longest}"
+    migration.put(f"{role}.max_tokens_per_microbatch", tokens, source)
+
+
 def optimizer(migration: Migration, base: str, role: str, default_lr: float) -> None:
     """Set learning rate, schedule and weight decay."""
     rate = migration.number(f"{base}.lr", default=default_lr)
@@ -281,8 +316,8 @@ def _critic(migration: Migration) -> None:
         "critic.model.enable_activation_offload",
     )
     optimizer(migration, "critic.optim", "critic.engine", default_lr=1e-5)
-    tokens = migration.number("critic.ppo_max_token_len_per_gpu", default=32768)
-    migration.put("critic.engine.max_tokens_per_microbatch", int(tokens), f"critic.ppo_max_token_len_per_gpu={tokens}")
+    dynamic = "critic.use_dynamic_bsz" if "critic.use_dynamic_bsz" in migration else f"{ACTOR}.use_dynamic_bsz"
+    budget(migration, "critic.engine", "critic.ppo_max_token_len_per_gpu", _is_on(migration, dynamic))
     warmup = int(migration.number("trainer.critic_warmup", default=0))
     migration.put("critic.warmup_steps", warmup, f"trainer.critic_warmup={warmup}")
     clip = migration.number("critic.cliprange_value", default=0.5)

@@ -37,8 +37,8 @@ def read(migration: Migration) -> None:
     offloads = [migration.truth(name) for name in ("engine.param_offload", "engine.optimizer_offload")]
     if any(offloads):
         migration.put("actor.backend.offload", True, "engine.param_offload, engine.optimizer_offload")
-    tokens = migration.number("data.max_token_len_per_gpu", default=8192)
-    migration.put("actor.max_tokens_per_microbatch", int(tokens), f"data.max_token_len_per_gpu={tokens}")
+    dynamic = str(migration.options.get("data.use_dynamic_bsz", True)).lower() == "true"
+    engine.budget(migration, "actor", "data.max_token_len_per_gpu", dynamic)
     engine.optimizer(migration, "optim", "actor", default_lr=1e-3)
     norm = migration.number("optim.clip_grad", default=1.0)
     migration.put("actor.max_grad_norm", float(norm), f"optim.clip_grad={norm}")
