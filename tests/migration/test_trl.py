@@ -4,6 +4,7 @@ import pytest
 
 from hone.cli.main import main
 from hone.composition import ConfigError, from_yaml
+from hone.migration.migration import plain
 from hone.migration.page import run_file
 from hone.migration.trl.command import options_of_shell
 from hone.migration.trl.reader import migrate_trl
@@ -90,15 +91,132 @@ def test_a_command_with_dpo():
         "--eval_steps 50 --bf16"
     )
     kind, options, notes = options_of_shell(text, {})
-    options.pop("num_processes")
-    run = run_of(migrate_trl(kind, options, notes, devices=4))
+    run = run_of(migrate_trl(kind, options, notes))
     assert run["kind"] == "prefer"
     assert run["samples_per_step"] == 64  # 2 x 8 x 4
     assert run["loss"] == {"name": "cdpo", "beta": 0.3, "label_smoothing": 0.1}
     assert run["data"]["train"]["max_sample_tokens"] == 1024
     assert run["evaluation"]["every_steps"] == 50
     assert run["evaluation"]["sets"]["test"]["source"]["split"] == "test"
-    assert run["actor"]["lora"]["rank"] == 32
+    assert run["actor"]["lora"] == {"rank": 32, "alpha": 32.0, "dropout": 0.05}  # ModelConfig's defaults
+    assert run["runtime"]["backend"]["devices"] == 4
+
+
+def test_only_what_every_branch_sets_is_known():
+    text = """
+common = dict(learning_rate=2e-6, max_length=2048)
+bs, steps = 4, 10
+bs = 4
+bs *= 2
+if torch.cuda.is_available():
+    beta = 0.2
+else:
+    beta = 0.3
+if bs == 8 or True:
+    common = common
+def never():
+    args.max_steps = 5
+def main(epochs=2):
+    args = DPOConfig(per_device_train_batch_size=bs, num_train_epochs=epochs, beta=beta, **common, **more())
+    if other:
+        args.seed = 1
+    DPOTrainer(model="m", args=args, train_dataset=load_dataset("d")["train"], peft_config=LoraConfig()).train()
+if __name__ == "__main__":
+    main()
+"""
+    script = options_of_script(text, {"epochs": "3"})
+    migration = migrate_trl(script.kind, script.options, script.notes)
+    run = run_of(migration)
+    assert run["samples_per_step"] == 8
+    assert run["run"] == {"dir": "runs/dpo", "seed": 42, "epochs": 3}
+    assert run["actor"]["optimizer"]["lr"] == 2e-6
+    assert run["data"]["train"]["max_sample_tokens"] == 2048
+    assert run["data"]["train"]["source"] == {"name": "hf", "split": "train"}
+    assert run["actor"]["lora"] == {"rank": 8, "alpha": 8.0}  # PEFT's defaults
+    assert [plain(value) for value in migration.unknown.values()] == ["more()"]
+    decisions = " ".join(migration.undecided())
+    assert "beta is beta, and should be a number" in decisions
+    assert "seed is seed" in decisions
+
+
+def test_asynchronous_training_has_defaults_of_its_own(tmp_path):
+    text = (
+        "args = AsyncGRPOConfig(per_device_train_batch_size=16, weight_sync_steps=2, queue_maxsize=64)\n"
+        "args.token_budget = 8192\n"
+        "AsyncGRPOTrainer(model='m', args=args, reward_funcs=right, train_dataset=load_dataset('d', split='train'))"
+    )
+    script = options_of_script(text, {})
+    migration = migrate_trl(script.kind, script.options, script.notes)
+    run = run_of(migration)
+    # two optimizer steps of 16 answers between synchronisations
+    assert run["update"] == {"prompts_per_step": 4, "samples_per_prompt": 8, "minibatches": 2, "epochs": 1}
+    assert run["asynchrony"] == {"staleness": 4, "new_weights": "keep_cache"}
+    assert run["rollout"] == {"sampling": {"max_response_tokens": 2048}, "backend": "vllm"}
+    assert run["actor"]["schedule"] == {"name": "constant"}
+    assert run["actor"]["max_tokens_per_microbatch"] == 8192
+    assert migration.unknown == {}
+    (tmp_path / "run.yaml").write_text(run_file(migration, "x").replace("FILE.py:right", "rewards.py:right"))
+    assert main(["config", str(tmp_path / "run.yaml")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted", "decided"),
+    [
+        ("sft", {}, {"data.train.max_sample_tokens": 1024}, ""),
+        ("reward", {"max_length": "\ue000x\ue001"}, {"data.train.max_sample_tokens": 1024}, "max_length is x"),
+        ("sft", {"max_length": None, "assistant_only_loss": True}, {}, ""),
+        ("sft", {"completion_only_loss": False}, {}, "completion_only_loss=False"),
+        ("sft", {"optim": "adamw_8bit"}, {"actor.optimizer.name": "AdamW8bit"}, ""),
+        ("sft", {"optim": "lomo"}, {}, "optim=lomo"),
+        ("grpo", {"repetition_penalty": 1.05}, {}, "repetition_penalty=1.05"),
+        ("grpo", {"generation_kwargs": {"stop": ["x"]}}, {"rollout.sampling.stop": ["x"]}, ""),
+        ("grpo", {"generation_kwargs": {"bad": 1}}, {}, "generation_kwargs={'bad': 1}"),
+        ("grpo", {"importance_sampling_level": "sequence", "delta": 3.0}, {}, "delta=3.0"),
+        (
+            "grpo",
+            {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
+            {"algorithm.loss.name": "top_entropy", "algorithm.loss.loss.name": "gspo"},
+            "",
+        ),
+        (
+            "dpo",
+            {"learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            {"actor.schedule.name": "cosine", "actor.schedule.min_ratio": 0.1},
+            "",
+        ),
+        ("grpo", {"cast_lm_head_to_fp32": True}, {"actor.head_dtype": "float32"}, ""),
+        ("dpo", {"datasets": [{"path": "a"}, {"path": "b"}]}, {"data.train.path": "a"}, "datasets: add b"),
+    ],
+)
+def test_an_option_becomes_what_it_means_or_a_decision(kind, options, wanted, decided):
+    base = {"model_name_or_path": "m", "reward_funcs": ["org/judge"]}
+    data = {} if "datasets" in options else {"dataset_name": "d"}
+    migration = migrate_trl(kind, base | data | options, [])
+    found = {key: line.value for key, line in migration.settings.items()}
+    assert wanted.items() <= found.items()
+    assert ("data.train.max_sample_tokens" in found) == (kind != "grpo" and options.get("max_length", 0) is not None)
+    sentences = [one for one in migration.undecided() if "org/judge" not in one]
+    assert len(sentences) == bool(decided)
+    assert decided in " ".join(sentences)
+
+
+def test_an_unknown_option_is_listed_whatever_its_value():
+    options = {"model_name_or_path": "m", "dataset_name": "d", "new_a": 0, "new_b": False, "new_c": None, "fp16": False}
+    assert set(migrate_trl("sft", options, []).unknown) == {"new_a", "new_b", "new_c"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "notes"),
+    [
+        ("accelerate launch --num_processes 4 dpo.py --beta 1", {"num_processes": 4, "beta": 1}, 0),
+        ("torchrun --nnodes 2 --nproc-per-node=8 -m trl.scripts.dpo --beta 1", {"num_processes": 16, "beta": 1}, 0),
+        ("accelerate launch --config_file a.yaml -m trl.scripts.dpo --config b.yaml", {"config": "b.yaml"}, 1),
+    ],
+)
+def test_options_of_a_launcher_are_not_those_of_the_training(text, options, notes):
+    pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
+    found = options_of_shell(text, {})
+    assert (found[0], found[1], len(found[2])) == ("dpo", options, notes)
 
 
 def test_a_settings_file_of_the_command(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -31,22 +31,36 @@ def options_of_shell(text: str, variables: Mapping[str, str]) -> tuple[str, dict
     """Return kind, options and notes of a shell script that starts a training of TRL. Raises ConfigError."""
     found = read_script(text, variables, [])
     for words in found.commands:
-        kind = _kind(words)
-        if kind:
-            return kind, flags_of(words), found.notes
+        for at, word in enumerate(words):
+            kind = _kind(words[at - 1] if at else "", word)
+            if kind:
+                notes, processes = _launcher(flags_of(words[:at]))
+                return kind, processes | flags_of(words[at + 1 :]), [*found.notes, *notes]
     known = ", trl ".join(COMMANDS)
     raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py)")
 
 
-def _kind(words: Sequence[str]) -> str:
-    for before, word in zip(["", *words], words, strict=False):
-        stem = PurePath(word).stem
-        if PurePath(before).name == "trl" and word in COMMANDS:
-            return word
-        if word.endswith(".py") and (
-            kind := next((kind for kind in COMMANDS if stem == kind or stem.startswith(f"{kind}_")), "")
-        ):
-            return kind
+def _launcher(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Notes about the options of accelerate or torchrun, and the number of processes that they start."""
+    ranks = options.get("num_processes", options.get("nproc_per_node"))
+    if isinstance(ranks, list):
+        ranks = ranks[0]  # the module or script stands behind it
+    others = sorted(set(options) - {"num_processes", "nproc_per_node", "nnodes"})
+    notes = [f"options of the launcher are not read: {', '.join(f'--{name}' for name in others)}"] if others else []
+    machines = options.get("nnodes", 1) if "nproc_per_node" in options else 1
+    if not isinstance(ranks, int) or not isinstance(machines, int):
+        return notes, {} if ranks is None else {"num_processes": ranks}
+    return notes, {"num_processes": ranks * machines}
+
+
+def _kind(before: str, word: str) -> str:
+    stem = PurePath(word).stem
+    if PurePath(before).name == "trl" and word in COMMANDS:
+        return word
+    if word.startswith("trl.scripts.") and word.rpartition(".")[2] in COMMANDS:
+        return word.rpartition(".")[2]
+    if word.endswith(".py"):
+        return next((kind for kind in COMMANDS if stem == kind or stem.startswith(f"{kind}_")), "")
     return ""
 
 

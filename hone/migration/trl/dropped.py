@@ -60,7 +60,6 @@ DROPPED: Mapping[str, str] = {
         "do_train do_eval eval_strategy evaluation_strategy eval_on_start eval_delay",
         "held-out sets are measured at start and end",
     ),
-    **_each("optim optim_args", "hone trains with AdamW unless actor.optimizer.name is set"),
     **_each("lora_task_type lora_bias peft.inference_mode lora_target_parameters", "hone's adapter has no such option"),
     **_each("processing_class tokenizer", "the tokenizer is the model's; model.tokenizer names another"),
     **_each(
@@ -73,14 +72,23 @@ DROPPED: Mapping[str, str] = {
     **_each("truncation_mode", "hone cuts the end of a supervised sample, and never a prompt"),
     **_each("data_seed full_determinism", "run.seed is the seed of everything"),
     **_each(
-        "num_generations_eval generation_kwargs repetition_penalty use_bias_correction_kl",
-        "it has TRL's default effect only if it is set",
+        "max_inflight_tasks queue_maxsize request_timeout weight_sync_timeout heartbeat_stale_after_s "
+        "fork_threshold_tokens ignore_data_skip",
+        "the schedule bounds open answers and has deadlines of its own",
     ),
+    **_each("num_generations_eval", "evaluation.sampling has its own answers"),
     **_each("dataset_train_split dataset_test_split dataset_streaming", "the data set's split was read"),
 }
 """Option -> reason to drop it."""
 
 DECISIONS: Mapping[str, str] = {
+    "args": "the script makes the trainer's settings when it runs; migrate the command or the YAML that has them",
+    "peft_config": "the script makes the adapter when it runs; set actor.lora",
+    "config": "the command reads more options from this file: migrate it with --kind, and add those of the command",
+    "use_bias_correction_kl": "hone's KL has no importance weight",
+    "repetition_penalty": "hone's sampling has no such penalty",
+    "generation_kwargs": "see rollout.sampling, and rollout.engine for options of a server",
+    "optim_args": "see actor.optimizer.options",
     "quantization_config": "set actor.lora.quantise to train an adapter on 4-bit weights",
     "rollout_worker": "set rollout.backend",
     "callbacks": "hone has no callbacks; metrics are in the run folder, trackers in tracking.trackers",
@@ -92,7 +100,7 @@ DECISIONS: Mapping[str, str] = {
     "ref_model": "set reference.model",
     "data_collator": "hone packs rows itself; express what it does as templates of data.train",
     "formatting_func": "express it as a template: data.train.prompt_template, data.train.answer_template",
-    "assistant_only_loss": "the loss covers every answer of a conversation in hone; TRL without it covers all tokens",
+    "assistant_only_loss": "the loss covers the answers of a conversation in hone, here all tokens",
     "completion_only_loss": "the loss covers the answers; to learn the prompt too, put it into the answer",
     "loss_weights": "set loss: combined with parts and weights",
     "use_weighting": "hone has no WPO weights",
@@ -107,3 +115,26 @@ DECISIONS: Mapping[str, str] = {
     "eos_token": "the tokenizer's end token is used; set model.tokenizer to a folder that has yours",
 }
 """Option -> what has to be decided."""
+
+OFF: Mapping[str, str] = _each(
+    "accelerator_config activation_offloading args assistant_only_loss batch_eval_metrics bf16 "
+    "bnb_4bit_quant_storage callbacks cast_lm_head_to_fp32 center_rewards_coefficient chat_template_kwargs "
+    "chat_template_path completion_only_loss compute_metrics config data_collator "
+    "dataloader_multiprocessing_context dataset_config dataset_name ddp_broadcast_buffers ddp_static_graph "
+    "delta do_predict enable_jit_checkpoint environment_factory eos_token epsilon_high eval_steps "
+    "eval_use_gather_object formatting_func fp16 generation_batch_size generation_kwargs hub_always_push "
+    "hub_revision ignore_bias_buffers label_names label_smoothing_factor ld_alpha liger_kernel_config "
+    "load_in_4bit load_in_8bit lora_modules_to_save lora_target_modules loss_weights lr_scheduler_kwargs "
+    "mask_truncated_completions max_tool_calling_iterations min_p model_init_kwargs model_name_or_path "
+    "multi_objective_aggregation neftune_noise_alpha normalize_advantages off_policy_mask_threshold optim_args "
+    "optim_target_modules output_dir parallelism_config peft_config prediction_loss_only quantization_config "
+    "ref_model repetition_penalty restore_callback_states_from_checkpoint resume_from_checkpoint "
+    "reward_clip_range reward_weights rollout_func rollout_worker router_aux_loss_coef save_total_limit "
+    "shuffle_dataset steps_per_generation sync_ref_model token_budget tools torch_compile_backend "
+    "torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_static_space_id trust_remote_code "
+    "use_adaptive_entropy use_bias_correction_kl use_bnb_nested_quant use_cpu use_dora use_peft use_rslora "
+    "use_vllm use_weighting vllm_importance_sampling_cap vllm_importance_sampling_clip_min "
+    "vllm_max_model_length vllm_structured_outputs_regex",
+    "it is off or not set",
+)
+"""Option that None or False turns off, by TRL's defaults -> reason to drop it then."""

@@ -6,15 +6,30 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from hone.composition import from_yaml
 from hone.migration.migration import Migration, number, plain
 from hone.migration.shell.holes import holes, shown
-from hone.migration.trl.dropped import DECISIONS, DROPPED
+from hone.migration.trl.dropped import DECISIONS, DROPPED, OFF
+
+LENGTHS: Mapping[str, int] = {"async_grpo": 2048}
+"""Kind -> longest answer if none is given; of the others it is 512."""
+
+SCHEDULES: Mapping[str, str] = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 
 RATES: Mapping[str, float] = {"sft": 2e-5, "reward": 1e-4}
 """Kind -> learning rate if none is given; of the others it is 1e-6."""
 
 HONE_KINDS: Mapping[str, str] = {
     "grpo": "rl",
+    "async_grpo": "rl",
     "rloo": "rl",
     "sft": "sft",
     "dpo": "prefer",
@@ -22,7 +37,9 @@ HONE_KINDS: Mapping[str, str] = {
     "orpo": "prefer",
     "reward": "reward_model",
 }
+POLICY = ("grpo", "async_grpo", "rloo")
 BATCH = 8
+LONGEST = 1024  # tokens of a supervised sample
 EPOCHS = 3
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
@@ -32,6 +49,11 @@ AGGREGATIONS: Mapping[str, str] = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
 }
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "AdamW8bit"),
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+}
 DPO_LOSSES: Mapping[str, str] = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sft": "sft"}
 
 
@@ -39,11 +61,12 @@ def migrate_trl(kind: str, options: Mapping[str, Any], notes: list[str], devices
     """Return the migration of one training with TRL on so many devices."""
     migration = Migration(options, framework="TRL", notes=notes)
     migration.put("kind", HONE_KINDS[kind], "")
+    devices = max(devices, migration.count("num_processes", default=1))
     _run(migration, kind)
     _model(migration)
     _data(migration, kind)
     batch = _batch(migration, kind, devices)
-    if kind in ("grpo", "rloo"):
+    if kind in POLICY:
         _policy(migration, kind, batch, devices)
     elif kind == "dpo":
         _preference(migration)
@@ -62,10 +85,10 @@ def migrate_trl(kind: str, options: Mapping[str, Any], notes: list[str], devices
     for name, value in migration.unknown.items():
         if name in DROPPED:
             migration.drop(name, DROPPED[name])
+        elif name in OFF and (value is None or value is False or value == ""):
+            migration.drop(name, OFF[name])
         elif name in DECISIONS:
             migration.decide(f"{name}={plain(value)}: {DECISIONS[name]}", name)
-        elif value in (None, False, "", "none", "no"):
-            migration.drop(name, "it is off or not set")
     return migration
 
 
@@ -95,12 +118,25 @@ def _model(migration: Migration) -> None:
             "model.trust_remote_code=true if loading asks for it, and you trust the model"
         )
     migration.copy("model_revision")
-    extra = migration.options.get("model_init_kwargs")
-    if isinstance(extra, Mapping):
-        migration.value("model_init_kwargs")
-        _init_arguments(migration, extra)
+    _init_arguments(migration, _mapping(migration, "model_init_kwargs"))
+    if migration.truth("cast_lm_head_to_fp32"):
+        migration.put("actor.head_dtype", "float32", "cast_lm_head_to_fp32=True")
     if migration.truth("use_peft", default="lora_r" in migration):
         _adapter(migration)
+
+
+def _mapping(migration: Migration, name: str) -> Mapping[str, Any]:
+    """Take an option that is a mapping, or one as text; of another value nothing is taken."""
+    value = migration.options.get(name)
+    if isinstance(value, str) and value.lstrip().startswith("{") and not holes(value):
+        try:
+            value = from_yaml(value)
+        except (yaml.YAMLError, ValueError):
+            return {}
+    if not isinstance(value, Mapping):
+        return {}
+    migration.value(name)
+    return value
 
 
 def _init_arguments(migration: Migration, extra: Mapping[str, Any]) -> None:
@@ -115,11 +151,20 @@ def _init_arguments(migration: Migration, extra: Mapping[str, Any]) -> None:
 
 
 def _adapter(migration: Migration) -> None:
-    migration.put("actor.lora.rank", int(migration.number("lora_r", default=16)), "lora_r")
-    migration.put("actor.lora.alpha", float(migration.number("lora_alpha", default=32)), "lora_alpha")
-    dropout = migration.number("lora_dropout", default=0.0)
-    if dropout:
-        migration.put("actor.lora.dropout", float(dropout), f"lora_dropout={dropout}")
+    own = migration.options.get("peft_config") == "LoraConfig"  # else --use_peft, whose defaults are ModelConfig's
+    if own:
+        migration.value("peft_config")
+    defaults = {"rank": 8, "alpha": 8, "dropout": 0.0} if own else {"rank": 16, "alpha": 32, "dropout": 0.05}
+    for key, name in (("rank", "lora_r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout")):
+        found = migration.number(name, default=defaults[key])
+        source = f"{name}={found}" if name in migration else f"default of {'LoraConfig' if own else 'ModelConfig'}"
+        if found or key != "dropout":
+            migration.put(f"actor.lora.{key}", int(found) if key == "rank" else float(found), source)
+    if migration.options.get("lora_target_modules") is None:
+        migration.notes.append(
+            "lora_target_modules is not set: PEFT then adapts the layers that it lists for the type of model (q_proj "
+            "and v_proj of most); the run file adapts all linear layers, unless actor.lora.targets names some"
+        )
     targets = migration.value("lora_target_modules")
     if targets is not None:
         listed = targets if isinstance(targets, list) or targets == "all-linear" else [targets]
@@ -154,19 +199,37 @@ def _data(migration: Migration, kind: str) -> None:
     field = migration.text("dataset_text_field", default="text")
     if kind == "sft" and "dataset_text_field" in migration and field != "text":
         migration.put("data.train.columns.completion", field, f"dataset_text_field={field}")
-    length = migration.value("max_length")
-    if kind != "grpo" and length is not None:
+    unlimited = "max_length" in migration and migration.value("max_length") is None
+    if kind not in POLICY and not unlimited:
+        length = migration.number("max_length", default=LONGEST)
         migration.put("data.train.max_sample_tokens", int(length), f"max_length={length}")
         migration.put("data.train.too_long", "truncate" if kind == "sft" else "drop", "TRL cuts longer samples")
     migration.copy("max_prompt_length", convert=int)
     migration.copy("chat_template_path")
-    extra = migration.options.get("chat_template_kwargs")
-    if isinstance(extra, Mapping):
-        migration.value("chat_template_kwargs")
+    if kind == "sft":
+        _learnt_tokens(migration)
+    extra = _mapping(migration, "chat_template_kwargs")
+    if extra:
         migration.put("data.chat.options", dict(extra), "chat_template_kwargs")
     shuffles = migration.truth("shuffle_dataset", default=True)
     if not shuffles:
         migration.put("data.shuffle", False, "shuffle_dataset=False")
+
+
+def _learnt_tokens(migration: Migration) -> None:
+    """hone learns the answers; TRL all tokens, unless the rows have completions or the options say so."""
+    said = {name: migration.options.get(name) for name in ("assistant_only_loss", "completion_only_loss")}
+    for name, value in said.items():
+        if value is True:
+            migration.drop(name, "hone always does this")
+    if said["completion_only_loss"] is False:
+        reason = DECISIONS["completion_only_loss"]
+        migration.decide(f"completion_only_loss=False: {reason}", "completion_only_loss")
+    elif True not in said.values():
+        migration.notes.append(
+            "without assistant_only_loss TRL learns all tokens of a conversation, hone the assistant's; of rows with "
+            "prompt and completion both learn the completion"
+        )
 
 
 def _rows(migration: Migration, prefix: str, key: str, split: str) -> None:
@@ -178,6 +241,15 @@ def _rows(migration: Migration, prefix: str, key: str, split: str) -> None:
     if name in ("json", "parquet", "csv") and isinstance(files, str):
         migration.put(f"{key}.path", files, f"{prefix} files")
         return _changed(migration, key, changed)
+    mixed = migration.options.get("datasets")
+    if prefix == "dataset" and isinstance(mixed, list) and mixed and isinstance(mixed[0], Mapping):
+        migration.value("datasets")
+        name, subset = str(mixed[0].get("path", "")), str(mixed[0].get("name") or "")
+        split = str(mixed[0].get("split", split))
+        rest = sorted(set(mixed[0]) - {"path", "name", "split"})
+        if len(mixed) > 1 or rest:
+            named = [plain(one.get("path")) if isinstance(one, Mapping) else plain(one) for one in mixed[1:]]
+            migration.decide(f"datasets: add {', '.join([*named, *rest])} to data.mix or data.train")
     if not name:
         migration.decide(f"no data set is named for {key}; set {key}.path")
         return None
@@ -205,7 +277,7 @@ def _batch(migration: Migration, kind: str, devices: int) -> int:
     here = migration.count("per_device_train_batch_size", default=BATCH)
     accumulated = migration.count("gradient_accumulation_steps", default=1)
     samples = here * accumulated * devices
-    if kind not in ("grpo", "rloo"):
+    if kind not in POLICY:
         migration.put(
             "samples_per_step",
             samples,
@@ -215,10 +287,11 @@ def _batch(migration: Migration, kind: str, devices: int) -> int:
 
 
 def _policy(migration: Migration, kind: str, batch: int, devices: int) -> None:
-    group = migration.count("num_generations", default=8 if kind == "grpo" else 2)
+    group = migration.count("num_generations", default=2 if kind == "rloo" else 8)
     here = migration.count("per_device_train_batch_size", default=BATCH)
     accumulated = migration.count("gradient_accumulation_steps", default=1)
-    steps = int(migration.number("steps_per_generation", default=accumulated) or accumulated)
+    syncs = migration.count("weight_sync_steps", default=1)
+    steps = int(migration.number("steps_per_generation", default=accumulated * syncs) or accumulated * syncs)
     answers = int(migration.number("generation_batch_size", default=here * devices * steps) or here * devices * steps)
     if answers % group:
         migration.decide(f"{answers} answers per generation are no whole groups of num_generations={group}")
@@ -234,10 +307,13 @@ def _policy(migration: Migration, kind: str, batch: int, devices: int) -> None:
     epochs = migration.count("num_iterations", default=1)
     migration.put("update.epochs", epochs, f"num_iterations={epochs}")
     _loss(migration, kind)
-    _sampling(migration)
-    stale = migration.number("max_staleness")
+    _sampling(migration, kind)
+    ahead = kind == "async_grpo"
+    stale = migration.number("max_staleness", default=4 if ahead else None)
     if stale:
         migration.put("asynchrony.staleness", int(stale), f"max_staleness={stale}")
+        if ahead:
+            migration.put("asynchrony.new_weights", "keep_cache", "AsyncGRPOTrainer pauses its server and goes on")
         migration.put(
             "algorithm.correction.old", "rollout", "older tokens are clipped against the weights that sampled"
         )
@@ -245,7 +321,7 @@ def _policy(migration: Migration, kind: str, batch: int, devices: int) -> None:
 
 
 def _loss(migration: Migration, kind: str) -> None:
-    length = int(migration.number("max_completion_length", default=512))
+    length = int(migration.number("max_completion_length", default=LENGTHS.get(kind, 512)))
     if kind == "rloo":
         migration.put("algorithm.advantage.name", "rloo", "RLOOTrainer")
     else:
@@ -253,9 +329,13 @@ def _loss(migration: Migration, kind: str) -> None:
         ours = {"true": "group", "false": "none"}.get(scale, scale)
         migration.put("algorithm.advantage.name", "grpo", "GRPOTrainer")
         migration.put("algorithm.advantage.scale_by", ours, f"scale_rewards={scale}")
-    said = migration.text("loss_type", default="dapo" if kind == "grpo" else "grpo")
+    said = migration.text("loss_type", default="grpo" if kind == "rloo" else "dapo")
     sequence = migration.text("importance_sampling_level", default="token") == "sequence"
     loss = "gspo" if sequence else said if said in ("cispo", "sapo") else "ppo"
+    if sequence and said in ("cispo", "sapo"):
+        migration.decide(
+            f"importance_sampling_level=sequence with loss_type={said}: hone's {said} has ratios of tokens"
+        )
     migration.put("algorithm.loss.name", loss, f"loss_type={said}")
     if loss in ("ppo", "gspo", "cispo"):
         low = float(migration.number("epsilon", default=0.2))
@@ -267,6 +347,8 @@ def _loss(migration: Migration, kind: str) -> None:
     delta = migration.number("delta")
     if delta and loss == "ppo":
         migration.put("algorithm.loss.dual_clip", float(delta), f"delta={delta}")
+    elif delta and loss == "gspo":
+        migration.decide(f"delta={delta}: hone's gspo has no upper bound of the ratio", "delta")
     if loss == "sapo":
         migration.copy("sapo_temperature_pos", "algorithm.loss.tau_positive", number)
         migration.copy("sapo_temperature_neg", "algorithm.loss.tau_negative", number)
@@ -280,9 +362,9 @@ def _loss(migration: Migration, kind: str) -> None:
 
 
 def _penalties(migration: Migration, kind: str) -> None:
-    beta = float(migration.number("beta", default=0.0 if kind == "grpo" else 0.05))
+    beta = float(migration.number("beta", default=0.05 if kind == "rloo" else 0.0))
     if beta > 0:
-        where, estimator = ("in_loss", "k3") if kind == "grpo" else ("in_reward", "k1")
+        where, estimator = ("in_reward", "k1") if kind == "rloo" else ("in_loss", "k3")
         migration.put("algorithm.kl.where", where, "")
         migration.put("algorithm.kl.kind", estimator, f"the KL of {kind.upper()}Trainer")
         migration.put("algorithm.kl.coef", beta, f"beta={beta}")
@@ -298,22 +380,32 @@ def _penalties(migration: Migration, kind: str) -> None:
         migration.put("reference.follow.mixup", float(mixup), f"ref_model_mixup_alpha={mixup}")
     share = float(migration.number("top_entropy_quantile", default=1.0))
     if share < 1:
+        for key in [key for key in migration.settings if key.startswith("algorithm.loss.")]:
+            line = migration.settings.pop(key)
+            migration.settings[key.replace("algorithm.loss.", "algorithm.loss.loss.")] = line
         migration.put("algorithm.loss.name", "top_entropy", f"top_entropy_quantile={share}")
         migration.put("algorithm.loss.share", share, f"top_entropy_quantile={share}")
-        for key in ("clip_low", "clip_high", "dual_clip"):
-            line = migration.settings.pop(f"algorithm.loss.{key}", None)
-            if line is not None:
-                migration.put(f"algorithm.loss.loss.{key}", line.value, line.source)
-        migration.put("algorithm.loss.loss.name", "ppo", "")
 
 
-def _sampling(migration: Migration) -> None:
-    length = int(migration.number("max_completion_length", default=512))
+def _sampling(migration: Migration, kind: str) -> None:
+    length = int(migration.number("max_completion_length", default=LENGTHS.get(kind, 512)))
     migration.put("rollout.sampling.max_response_tokens", length, f"max_completion_length={length}")
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = migration.number(name)
         if value is not None:
             migration.put(f"rollout.sampling.{name}", value, f"{name}={value}")
+    extra = migration.options.get("generation_kwargs")
+    if isinstance(extra, Mapping) and set(extra) == {"stop"}:
+        stop = _mapping(migration, "generation_kwargs")["stop"]
+        migration.put("rollout.sampling.stop", stop if isinstance(stop, list) else [stop], "generation_kwargs stop")
+    if migration.options.get("repetition_penalty") in (1, 1.0):
+        migration.drop("repetition_penalty", "1 is off")
+    if kind == "async_grpo":
+        migration.put("rollout.backend", "vllm", "AsyncGRPOTrainer")
+        budget = migration.number("token_budget", default=0)
+        if budget > 0:
+            migration.put("actor.max_tokens_per_microbatch", int(budget), f"token_budget={budget}")
+        return
     if not migration.truth("use_vllm"):
         return
     migration.put("rollout.backend", "vllm", "use_vllm=True")
@@ -412,15 +504,25 @@ def _training(migration: Migration, kind: str) -> None:
     if betas != [0.9, 0.999]:
         migration.put("actor.optimizer.betas", betas, "adam_beta1, adam_beta2")
     migration.put("actor.max_grad_norm", float(migration.number("max_grad_norm", default=1.0)), "max_grad_norm")
-    said = migration.text("lr_scheduler_type", default="linear")
-    ours = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}.get(
-        said
-    )
+    optimizer = migration.text("optim", default="adamw_torch_fused")
+    if optimizer in OPTIMIZERS:
+        migration.put("actor.optimizer.name", OPTIMIZERS[optimizer], f"optim={optimizer}")
+    elif not optimizer.startswith("adamw_") or "bit" in optimizer:
+        migration.decide(f"optim={optimizer}: set actor.optimizer.name", "optim")
+    said = migration.text("lr_scheduler_type", default="constant" if kind == "async_grpo" else "linear")
+    ours = SCHEDULES.get(said)
     if ours is None:
         migration.decide(
             f"lr_scheduler_type={said} has no counterpart (constant, cosine, linear, wsd)", "lr_scheduler_type"
         )
     migration.put("actor.schedule.name", ours or "constant", f"lr_scheduler_type={said}")
+    if said.startswith("cosine_with_min_lr"):
+        floors = _mapping(migration, "lr_scheduler_kwargs")
+        try:
+            floor = number(floors["min_lr"]) / rate if "min_lr" in floors else number(floors["min_lr_rate"])
+            migration.put("actor.schedule.min_ratio", round(float(floor), 9), "lr_scheduler_kwargs")
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            migration.decide(f"lr_scheduler_type={said}: set actor.schedule.min_ratio", "lr_scheduler_kwargs")
     steps, share = migration.number("warmup_steps", default=0), migration.number("warmup_ratio", default=0.0)
     if steps and steps >= 1:
         migration.put("actor.schedule.warmup_steps", int(steps), f"warmup_steps={steps}")
@@ -451,7 +553,7 @@ def _length(migration: Migration, kind: str) -> None:
         migration.put("run.epochs", epochs, f"num_train_epochs={epochs}")
         return
     migration.drop("num_train_epochs", "max_steps ends the run")
-    if kind in ("grpo", "rloo"):
+    if kind in POLICY:
         each = migration.settings["update.minibatches"].value * migration.settings["update.epochs"].value
         migration.put(
             "run.steps", math.ceil(steps / each), f"max_steps={steps} optimizer steps / {each} of one generation"

@@ -6,16 +6,17 @@ trainer call, its config, PEFT's config, load_dataset --> options under the name
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.composition import ConfigError
-from hone.migration.shell.holes import hole
+from hone.migration.shell.holes import hole, holes
 
 KINDS: Mapping[str, str] = {
     "GRPO": "grpo",
-    "AsyncGRPO": "grpo",
+    "AsyncGRPO": "async_grpo",
     "RLOO": "rloo",
     "SFT": "sft",
     "DPO": "dpo",
@@ -79,8 +80,12 @@ def options_of_script(text: str, variables: Mapping[str, str]) -> Script:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"this is no Python: {error}") from error
     reader = _Reader(variables)
-    for statement in _statements(tree):
-        reader.statement(statement)
+    reader.body(tree.body)
+    for function in _functions_that_train(tree):
+        for argument in ast.walk(function.args):
+            if isinstance(argument, ast.arg):
+                reader.names.pop(argument.arg, None)
+        reader.body(function.body)
     if reader.trainer is None:
         raise ConfigError(f"the script calls no trainer of TRL ({', '.join(f'{name}Trainer' for name in KINDS)})")
     if "TrlParser" in text or "HfArgumentParser" in text:
@@ -91,10 +96,14 @@ def options_of_script(text: str, variables: Mapping[str, str]) -> Script:
     return Script(reader.kind, reader.options(), reader.notes)
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """Assignments and expressions of a script in the order of its lines, also inside functions and blocks."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr)]
-    yield from sorted(found, key=lambda node: node.lineno)
+def _functions_that_train(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions that call a trainer of TRL; no other function is read."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+            isinstance(one, ast.Call) and ast.unparse(one.func).rpartition(".")[2].removesuffix("Trainer") in KINDS
+            for one in ast.walk(node)
+        ):
+            yield node
 
 
 class _Reader:
@@ -105,15 +114,73 @@ class _Reader:
         self.kind = ""
         self.notes: list[str] = []
 
-    def statement(self, node: ast.stmt) -> None:
+    def body(self, statements: Sequence[ast.stmt]) -> None:
+        """Read statements in their order. What only some branches of a condition set becomes a hole."""
+        for node in statements:
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
+                self.statement(node)
+            elif isinstance(node, ast.With | ast.AsyncWith):
+                self.body(node.body)
+            elif isinstance(node, ast.Try):
+                self.body(node.body)
+                self._branches([[], *(handler.body for handler in node.handlers)])
+                self.body([*node.orelse, *node.finalbody])
+            elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
+                self._branches([[], node.body])
+            elif isinstance(node, ast.Match):
+                self._branches([[], *(case.body for case in node.cases)])
+            elif isinstance(node, ast.If):
+                known = self._decided(node.test)
+                if known is None:
+                    self._branches([node.body, node.orelse])
+                else:
+                    self.body(node.body if known else node.orelse)
+
+    def _decided(self, test: ast.expr) -> bool | None:
+        """Result of a condition; None: it is known only when the script runs."""
+        if ast.unparse(test).replace('"', "'") == "__name__ == '__main__'":
+            return True
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._decided(test.operand)
+            return None if inner is None else not inner
+        found = self.value(test)
+        return None if isinstance(found, Record | list | dict) or holes(str(found)) else bool(found)
+
+    def _branches(self, bodies: Sequence[Sequence[ast.stmt]]) -> None:
+        """Read branches of which one runs."""
+        before, ends = (self.names, self.trainer), []
+        for statements in bodies:
+            self.names, self.trainer = copy.deepcopy(before)
+            self.body(statements)
+            ends.append((self.names, self.trainer))
+        names = dict.fromkeys(name for found, _ in ends for name in found)
+        self.names = {name: self._joined(name, [found.get(name) for found, _ in ends]) for name in names}
+        trainers = [trainer for _, trainer in ends if trainer is not None]
+        self.trainer = self._joined("trainer", trainers) if trainers else None
+        if self.trainer is not None and not isinstance(self.trainer, Record):
+            self.trainer = trainers[-1]
+            self.notes.append("the script chooses one of several trainers when it runs; the last one was read")
+
+    def _joined(self, name: str, values: Sequence[Any]) -> Any:
+        """The value that all branches agree on; of calls, argument by argument."""
+        first = values[0]
+        if all(type(one) is type(first) and one == first for one in values):
+            return first
+        if all(isinstance(one, Record) and one.name == first.name for one in values):
+            options = dict.fromkeys(option for one in values for option in one.options)
+            joined = {option: self._joined(option, [one.options.get(option) for one in values]) for option in options}
+            return Record(first.name, joined)
+        return self.environment.get(name, hole(name))
+
+    def statement(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr) -> None:
         """Read an assignment or a call."""
-        value = node.value  # type: ignore[attr-defined]
-        if value is None:
+        if node.value is None:
             return
-        read = self.value(value)
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if isinstance(node, ast.AugAssign):
+            read = self.value(ast.BinOp(_read(node.target), node.op, node.value))
+        else:
+            read = self.value(node.value)
+        targets = node.targets if isinstance(node, ast.Assign) else [] if isinstance(node, ast.Expr) else [node.target]
         for target in targets:
             if isinstance(target, ast.Name):
                 self.names[target.id] = read
@@ -133,7 +200,7 @@ class _Reader:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            return self.names[node.id] if node.id in self.names else _reference(node)
+            return self.names[node.id] if node.id in self.names else self.environment.get(node.id, hole(node.id))
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             return [self.value(one) for one in node.elts]
         if isinstance(node, ast.Dict):
@@ -149,6 +216,8 @@ class _Reader:
             return "".join(str(self.value(part)) for part in parts)[:MAX_TEXT]
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
+        if isinstance(node, ast.Subscript):
+            return self._part(node)
         if isinstance(node, ast.Call):
             return self._call(node)
         raise Unknown
@@ -172,6 +241,27 @@ class _Reader:
         text = ast.unparse(node)
         return text if text.startswith("torch.") else hole(text)
 
+    def _part(self, node: ast.Subscript) -> Any:
+        """A split of a data set."""
+        owner, split = self.value(node.value), self.value(node.slice)
+        if isinstance(owner, Record) and owner.name == "load_dataset" and isinstance(split, str):
+            return Record(owner.name, {**owner.options, "split": split})
+        raise Unknown
+
+    def _arguments(self, node: ast.Call) -> dict[str, Any]:
+        """Arguments with names. Those of a `**` that only running tells are one hole under its text."""
+        found: dict[str, Any] = {}
+        for one in node.keywords:
+            value = self.value(one.value)
+            if one.arg is not None:
+                found[one.arg] = value
+            elif isinstance(value, dict):
+                found |= value
+            else:
+                text = ast.unparse(one.value)[:200]
+                found[f"**{text}"] = hole(text)
+        return found
+
     def _call(self, node: ast.Call) -> Any:
         name = ast.unparse(node.func).rpartition(".")[2]
         whole = ast.unparse(node.func)
@@ -180,9 +270,9 @@ class _Reader:
             return self.environment.get(str(key), self.value(node.args[1]) if len(node.args) > 1 else hole(f"${key}"))
         if name in ("int", "float", "str", "bool") and len(node.args) == 1:
             return {"int": int, "float": float, "str": str, "bool": bool}[name](self._evaluated(node.args[0]))
-        record = Record(name, {one.arg: self.value(one.value) for one in node.keywords if one.arg})
-        if any(one.arg is None for one in node.keywords):
-            self.notes.append(f"line {node.lineno}: arguments given to {name} with ** are not read")
+        record = Record(name, self._arguments(node))
+        if whole == "dict" and not node.args:
+            return record.options
         if name == "load_dataset":
             names = ("path", "name")
             record.options.update(zip(names, (self.value(one) for one in node.args), strict=False))
@@ -224,9 +314,13 @@ class _Reader:
         config = given.pop("args", None)
         if isinstance(config, Record):
             options |= config.options
+        elif config is not None:
+            options["args"] = config
         adapter = given.pop("peft_config", None)
+        if adapter is not None and not isinstance(adapter, Record):
+            options["peft_config"] = adapter
         if isinstance(adapter, Record):
-            options["use_peft"] = True
+            options |= {"use_peft": True, "peft_config": adapter.name}
             options |= {PEFT.get(name, f"peft.{name}"): value for name, value in adapter.options.items()}
         if "model" in given:
             model = given.pop("model")
@@ -244,6 +338,6 @@ def _data(value: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}_{names.get(name, name)}": one for name, one in value.options.items()}
 
 
-def _reference(node: ast.Name) -> Any:
-    """A name that the script defines by `def`, `class` or an import: it is kept as a name."""
-    return hole(node.id)
+def _read(target: ast.expr) -> ast.expr:
+    """The same place, as an expression."""
+    return ast.parse(ast.unparse(target), mode="eval").body
