@@ -10,6 +10,7 @@ from pydantic import SerializeAsAny, model_validator
 from hone.config import Choice, Config, FromRegistry, setting
 from hone.engines.registry import SCHEDULES, EngineRegistry
 from hone.models.settings import FourBitConfig
+from hone.platforms.layout import Layout
 
 TOKENS = 16_384  # of a micro-batch, unless a run file says otherwise
 CPU_TOKENS = 2_048  # a CPU is as fast with these, if they hold a group that shares its prompt, and needs less memory
@@ -154,6 +155,10 @@ class BackendSettings(Choice):
     def alone(self) -> BackendSettings:
         """The same settings for one process, whatever number of ranks the model was trained on."""
         return self
+
+    def layout(self, ranks: int) -> Layout:
+        """Mesh of the model over so many ranks, for forecasts. Raises ValueError for dimensions that do not fit."""
+        return Layout(shard=ranks)
 
 
 def _fsdp2() -> BackendSettings:

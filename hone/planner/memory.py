@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from hone.models.attention.shapes import AttentionShape
 from hone.planner.anatomy import Anatomy
+from hone.platforms.layout import Layout
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOMENTS = 2.0  # AdamW keeps two numbers per weight, in the dtype of the stored weight
@@ -27,26 +28,6 @@ CPU_BLOCK = 1 << 20  # logits at a time on a CPU, see `hone.engines.logprobs`
 LEAST_ROWS = 64  # of such a block
 LOGIT_COPIES = 3  # float32 tensors of a chunk's size: logits, their softmax, the gradient
 SAMPLING_COPIES = 4  # of a decode step's: logits, probabilities, running sums, a temporary tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Ranks of a model in each dimension; `expert` uses the others' ranks."""
-
-    replicate: int = 1
-    shard: int = 1
-    sequence: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard * self.sequence * self.tensor
-
-    @property
-    def holders(self) -> int:
-        """Ranks that share one copy of the weights."""
-        return self.shard * self.sequence * self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +74,8 @@ class Static:
 
 def static(role: Role) -> Static:
     """Weights, gradients and optimizer state of a role on one rank."""
+    if role.layout.whole:
+        return _static_of_whole(role)
     anatomy, devices, learnt = role.anatomy, role.layout.holders, role.learnt
     frozen = anatomy.parameters if role.adapter or not role.trained else 0
     copy = 0 if role.stored == role.computed or devices > 1 else role.computed
@@ -108,6 +91,35 @@ def static(role: Role) -> Static:
     weights = (role.stored + copy) * share + role.computed * -(-frozen // devices)
     gathered = role.computed * 2 * anatomy.largest_layer // role.layout.tensor if devices > 1 else 0
     return Static(weights, gathered + outside // role.layout.tensor, gradients, optimizer)
+
+
+def _static_of_whole(role: Role) -> Static:
+    """Of ranks that share only the optimizer's state: its weights, if wider; buffers sum gradients in float32."""
+    frozen = role.anatomy.parameters if role.adapter or not role.trained else 0
+    learnt, updated = held(role, role.learnt), role.stored * updated_weights(role)
+    weights = role.computed * (held(role, frozen) + learnt) + (updated if role.stored != role.computed else 0)
+    return Static(weights, 0, max(role.computed, FLOAT32) * learnt, round(role.moments * updated))
+
+
+def held(role: Role, parameters: int, experts: int = 0) -> int:
+    """Parameters of a model or its adapter on the rank that has most of them: in a pipeline one of its ends.
+
+    `experts`: ranks of a stage that split the experts; 0: as the layout says.
+    """
+    anatomy, layout = role.anatomy, role.layout
+    if not layout.whole or parameters != anatomy.parameters:
+        return -(-parameters // layout.holders)
+    body = parameters - anatomy.embedding
+    routed = min(anatomy.expert_layers * anatomy.experts * 3 * anatomy.hidden * anatomy.expert_width, body)
+    end = anatomy.embedding // (2 if layout.pipeline > 1 and not anatomy.tied else 1)  # tied: both ends have a copy
+    split = -(-(body - routed) // layout.tensor) - (-routed // (experts or layout.expert))
+    return -(-split // layout.pipeline) - (-end // layout.tensor)
+
+
+def updated_weights(role: Role) -> int:
+    """Parameters that the optimizer of one rank updates."""
+    layout = role.layout
+    return -(-held(role, role.learnt, layout.tensor) // (layout.updaters // layout.holders))
 
 
 def kept_bytes_per_token(anatomy: Anatomy, computed: int = BFLOAT16) -> int:
@@ -133,14 +145,18 @@ def _attention_bytes(one: AttentionShape) -> int:
 def activation_bytes_per_token(role: Role) -> int:
     """Bytes that the backward keeps for one token, by the role's checkpointing: all, or each layer's input and a layer.
 
-    A rank of a tensor-parallel group keeps its part of a layer's inside, and all of what lies between layers.
+    A rank of a tensor-parallel group keeps its part of a layer's inside, and all of what lies between layers unless
+    these ranks share it. The first stage of a pipeline begins as many micro-batches as there are stages.
     """
-    anatomy, kept = role.anatomy, kept_bytes_per_token(role.anatomy, role.computed)
+    anatomy, layout, kept = role.anatomy, role.layout, kept_bytes_per_token(role.anatomy, role.computed)
     between = role.computed * anatomy.hidden * anatomy.layers
-    inside = max(kept - between, 0) // role.layout.tensor
+    inside = max(kept - between, 0) // layout.tensor
+    between //= layout.tensor if layout.between else 1
+    begun = min(layout.pipeline, role.microbatches)
     if not role.recompute:
-        return between + inside
-    return between * role.keeps_inputs + (inside + between) // max(anatomy.layers, 1)
+        return (between + inside) * begun // layout.pipeline
+    inputs = between * role.keeps_inputs * begun // layout.pipeline
+    return inputs + (inside + between) // max(anatomy.layers, 1)
 
 
 def logits_bytes(role: Role, on_cpu: bool = False) -> int:
@@ -236,7 +252,7 @@ def certain_bytes(setup: Setup) -> int:
     """
     sizes = [(static(role), role) for role in setup.roles]
     kept = sum(one.weights + one.optimizer for one, role in sizes if not role.offload)
-    gradients = max((min(role.stored, role.computed) * role.learnt // role.layout.holders for _, role in sizes))
+    gradients = max(min(role.stored, role.computed) * held(role, role.learnt) for _, role in sizes)
     serving, served = setup.serving, 0
     if serving is not None and not serving.sleeps:
         served = round(serving.reserved * setup.device_bytes) if serving.reserved else serving.weights
@@ -252,10 +268,14 @@ def _base(setup: Setup) -> list[Part]:
 
 
 def _staying(role: Role, setup: Setup) -> list[Part]:
+    return [] if role.offload and not setup.on_cpu else _kept(role)
+
+
+def _kept(role: Role) -> list[Part]:
+    """Weights and optimizer state, and buffers of gradients, which exist all the time."""
     size = static(role)
-    if role.offload and not setup.on_cpu:
-        return []
-    return [*_part(role.name, "weights", size.weights), *_part(role.name, "optimizer state", size.optimizer)]
+    parts = [*_part(role.name, "weights", size.weights), *_part(role.name, "optimizer state", size.optimizer)]
+    return parts + (_part(role.name, "gradients", size.gradients) if role.layout.whole else [])
 
 
 def _loading(setup: Setup) -> list[Part]:
@@ -282,11 +302,8 @@ def _gathered(role: Role) -> list[Part]:
 
 
 def _brought(role: Role, setup: Setup) -> list[Part]:
-    """Weights and optimizer state that are on the device only while the role works."""
-    size = static(role)
-    if not role.offload or setup.on_cpu:
-        return []
-    return [*_part(role.name, "weights", size.weights), *_part(role.name, "optimizer state", size.optimizer)]
+    """Parts that are on the device only while the role works."""
+    return _kept(role) if role.offload and not setup.on_cpu else []
 
 
 def _forward(role: Role, setup: Setup) -> list[Part]:
@@ -316,7 +333,7 @@ def _forward_of_a_layer(role: Role) -> list[Part]:
 
 
 def _gradients(role: Role) -> list[Part]:
-    return _part(role.name, "gradients", static(role).gradients)
+    return [] if role.layout.whole else _part(role.name, "gradients", static(role).gradients)
 
 
 def _logits(role: Role, setup: Setup) -> list[Part]:
@@ -332,9 +349,8 @@ def _copies(role: Role, setup: Setup) -> list[Part]:
     """Copies that the writer of a checkpoint has; on an accelerator they are in host memory."""
     if not setup.on_cpu:
         return []
-    size = static(role)
-    copied = role.stored * -(-(role.learnt) // role.layout.holders)
-    return _part(role.name, "copies for the checkpoint", copied + size.optimizer)
+    copied = role.stored * updated_weights(role)
+    return _part(role.name, "copies for the checkpoint", copied + static(role).optimizer)
 
 
 def _largest(name: str, choices: Sequence[tuple[Part, ...]]) -> Phase:
@@ -355,9 +371,11 @@ __all__ = [
     "activation_bytes_per_token",
     "certain_bytes",
     "head_gradient_bytes",
+    "held",
     "kept_bytes_per_token",
     "logits_bytes",
     "peak",
     "phases",
     "static",
+    "updated_weights",
 ]

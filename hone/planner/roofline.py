@@ -6,6 +6,8 @@ training        forward 2, backward 4 operations per weight and token, a second 
                 forwards of the other roles; attention grows with the length
 optimizer       weights, gradients and state once       / memory speed
 sharded ranks   weights twice per micro-batch, gradients once  / link
+ZeRO-1          gradients and weights once per update          / link
+pipeline        stages wait while the first micro-batch comes and the last one leaves
 sync            weights once                            / link
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from hone.planner.anatomy import Anatomy
 from hone.planner.costs import Costs
 from hone.planner.devices import Device
-from hone.planner.memory import Role, static
+from hone.planner.memory import Role, held, static
 
 FORWARD, BACKWARD = 2.0, 4.0  # operations per weight and token
 
@@ -83,8 +85,10 @@ def _token_s(one: Pass, length: float, speed: float, device: Device) -> float:
     forward = forward_operations(one.role.anatomy, length)
     backward = forward * (BACKWARD / FORWARD if not one.role.adapter else 1.0 + 0.1)  # frozen weights have no gradient
     trained = forward + backward + (forward if one.role.recompute else 0.0)
-    return (one.forwards * forward * device.training_share / device.prefill_share + one.epochs * trained) / (
-        speed * device.training_share
+    layout = one.role.layout
+    idle = (layout.pipeline - 1) / (layout.parts * one.role.microbatches)  # stages wait for their first micro-batch
+    return (one.forwards * forward * device.training_share / device.prefill_share + one.epochs * trained) * (
+        (1 + idle) / (speed * device.training_share)
     )
 
 
@@ -93,9 +97,12 @@ def _step_s(one: Pass, load: Load, device: Device) -> float:
     size, role = static(one.role), one.role
     updates = load.optimizer_steps if one.epochs else 0
     update_s = updates * 2 * (size.weights + size.gradients + size.optimizer) / (device.memory_gb_s * 1e9)
-    if role.layout.holders == 1:
+    if role.layout.holders == 1 and not role.layout.whole:
         return update_s if role.layout.ranks == 1 else update_s + updates * size.gradients / (device.link_gb_s * 1e9)
     link = (device.network_gb_s if load.link_is_network else device.link_gb_s) * 1e9
+    if role.layout.whole:
+        moved = size.gradients + role.computed * held(role, role.learnt)  # scatter gradients, gather weights
+        return update_s + (updates * moved / link if role.layout.updaters > role.layout.holders else 0.0)
     whole = role.computed * role.anatomy.parameters / role.layout.tensor
     rounds = one.forwards * load.microbatches + one.epochs * load.microbatches * 3  # gather twice, scatter once
     return update_s + rounds * whole / link / 2  # half of it overlaps with the computation

@@ -2,7 +2,8 @@
 
 Read `base`: the interface (`PlatformBase`), the decorator that registers a new platform (`PlatformRegistry`) and the
 choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA) and `rocm` (AMD) implement it, and plug-ins. `facts` is
-a platform's table of facts with their sources, `sharing` what the weight sync needs, `host_memory` freed host memory.
+a platform's table of facts with their sources, `sharing` what the weight sync needs, `host_memory` freed host memory,
+`layout` the ranks of a model by dimension.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from hone.planner.memory import (
     Role,
     Serving,
     Setup,
+    Static,
     activation_bytes_per_token,
     certain_bytes,
     logits_bytes,
@@ -94,6 +95,30 @@ def test_shards_hold_their_part_and_gather_two_layers():
     assert found.gathered == (2 * 2 * 400 + 2 * 200) // 2
     copies = static(replace(ACTOR, computed=2, layout=Layout(replicate=2, shard=2)))
     assert copies.weights == 2000  # a replica holds the same
+
+
+def test_ranks_with_whole_weights_share_only_the_state_of_the_optimizer():
+    """ZeRO-1 over 4 copies, in bfloat16 with masters of 4 bytes; two stages, the larger has 800 / 2 + 200 weights."""
+    role = replace(ACTOR, computed=2, layout=Layout(replicate=4, whole=True))
+    assert static(role) == Static(2 * 1000 + 4 * 250, 0, 4 * 1000, 2 * 4 * 250)
+    staged = replace(role, layout=Layout(replicate=2, pipeline=2, whole=True))
+    assert static(staged) == Static(2 * 600 + 4 * 300, 0, 4 * 600, 2 * 4 * 300)
+    assert certain_bytes(Setup([staged])) == total(Setup([staged]), "optimizer") - 2 * 600
+    mixture = replace(ANATOMY, experts=4, expert_layers=2, expert_width=3)  # 4 x 2 x 3 x 10 x 3 = 720 weights
+    split = replace(role, anatomy=mixture, layout=Layout(replicate=2, tensor=2, expert=4, whole=True))
+    assert static(split).gradients == 4 * (40 + 180 + 100)
+    assert static(split).optimizer == 2 * 4 * 250
+
+
+def test_the_first_stage_keeps_activations_of_as_many_microbatches_as_there_are_stages():
+    staged = replace(ACTOR, layout=Layout(pipeline=4, whole=True))
+    kept = [activation_bytes_per_token(replace(staged, microbatches=count)) for count in (1, 2, 8)]
+    assert kept == [150, 300, 600]
+    tensor = [
+        activation_bytes_per_token(replace(ACTOR, layout=Layout(tensor=2, between=one, whole=True)))
+        for one in (False, True)
+    ]
+    assert tensor == [80 + 520 // 2, 600 // 2]
 
 
 def test_an_adapter_trains_its_own_weights_only():

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
+from hone.platforms.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,10 @@ class ShardedSettings(BackendSettings):
 
     def alone(self) -> Self:
         return self.model_copy(update={"parallel": None})
+
+    def layout(self, ranks: int) -> Layout:
+        sizes = (self.parallel or ShardConfig()).sizes(ranks)
+        return Layout(sizes.replicate, sizes.shard, sizes.sequence, sizes.tensor, sizes.expert)
 
 
 class Fsdp2Settings(ShardedSettings):

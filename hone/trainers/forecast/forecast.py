@@ -247,7 +247,7 @@ def rates_of(config: Any, sizes: Sizes, placement: DevicePlacement) -> Rates:
         costs = replace(found.costs, train_token_s=found.costs.train_token_s * shared)
         return Rates(costs, found.forward_share, CALIBRATED, found.rest_s)
     rows = min(rows_of(config, sizes, placement), step_sequences(config) / max(placement.servers, 1)) if rl else 1.0
-    across = machine.nodes > 1 and policy.layout.holders > machine.devices
+    across = machine.nodes > 1 and policy.layout.updaters > machine.devices
     load = Load(
         sequence_tokens=sizes.lengths.sequence,
         tokens=step_tokens(config, sizes.lengths),

@@ -11,9 +11,10 @@ from hone.config import ConfigError
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import ModelConfig
 from hone.planner.devices import Machine
-from hone.planner.memory import BFLOAT16, FLOAT32, MOMENTS, Layout, Role, Serving, Setup
+from hone.planner.memory import BFLOAT16, FLOAT32, MOMENTS, Role, Serving, Setup
 from hone.planner.roofline import Pass
 from hone.platforms.base import AUTO, compute_dtype, current_platform
+from hone.platforms.layout import Layout
 from hone.runtime.settings import RaySettings
 from hone.trainers.forecast.sizes import POLICY, Lengths, Sizes
 from hone.trainers.policy.annotators import declared_stages
@@ -77,15 +78,6 @@ def placement_of(config: Any, machine: Machine, ranks: int = 0) -> DevicePlaceme
     if not ray and not apart and machine.total > 1:
         replicas = max(machine.total // size, 1)
     return DevicePlacement(machine, trainer, replicas, size, shared=not apart)
-
-
-def layout_of(engine: EngineConfig, ranks: int) -> Layout:
-    """The mesh of a model over its ranks. Raises ValueError for dimensions that do not divide them."""
-    parallel = getattr(engine.backend, "parallel", None)
-    if parallel is None or not hasattr(parallel, "sizes"):
-        return Layout(shard=ranks)
-    sizes = parallel.sizes(ranks)
-    return Layout(sizes.replicate, sizes.shard, sizes.sequence, sizes.tensor, sizes.expert)
 
 
 def width_of(dtype: str, machine: Machine) -> int:
@@ -163,7 +155,7 @@ class Models:
 
     def _role(self, name: str, model: ModelConfig, engine: EngineConfig, values: bool = False) -> Role:
         anatomy = self._sizes.models.get(name) or self._sizes.models[POLICY]
-        layout = layout_of(engine, self._placement.trainer)
+        layout = engine.backend.layout(self._placement.trainer)
         lora = engine.lora
         budget = packed_tokens(self._config, engine, self._sizes.lengths, self._placement.machine)
         tokens, count = microbatch_tokens(self._config, self._sizes.lengths, budget, layout)
@@ -311,7 +303,6 @@ __all__ = [
     "DevicePlacement",
     "Models",
     "cache_size",
-    "layout_of",
     "microbatch_tokens",
     "not_counted",
     "placement_of",

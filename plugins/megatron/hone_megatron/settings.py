@@ -7,6 +7,7 @@ from typing import Literal
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
+from hone.platforms.layout import Layout
 
 RecomputedModule = Literal["core_attn", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 """Parts of a layer, by Megatron's names."""
@@ -110,3 +111,16 @@ class MegatronSettings(BackendSettings):
 
     def alone(self) -> MegatronSettings:
         return self.model_copy(update={"parallel": None})
+
+    def layout(self, ranks: int) -> Layout:
+        sizes = (self.parallel or MegatronParallel()).sizes(ranks)
+        return Layout(
+            replicate=sizes.data,
+            sequence=sizes.context,
+            tensor=sizes.tensor,
+            expert=sizes.expert * sizes.expert_tensor,
+            pipeline=sizes.pipeline,
+            parts=sizes.virtual,
+            whole=True,
+            between=sizes.sequence,
+        )

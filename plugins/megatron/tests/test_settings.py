@@ -1,10 +1,14 @@
 """How layers are divided over the parts of a pipeline."""
 
+import json
+
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from hone_megatron.settings import MegatronParallel
+from hone.cli.main import main
+from hone.platforms.layout import Layout
+from hone_megatron.settings import MegatronParallel, MegatronSettings
 
 
 @pytest.mark.parametrize(
@@ -19,6 +23,18 @@ from hone_megatron.settings import MegatronParallel
 )
 def test_the_first_parts_have_more_layers_unless_said_otherwise(settings, layers, wanted):
     assert MegatronParallel(**settings).layers_of_parts(layers, "m") == wanted
+
+
+def test_a_forecast_counts_whole_weights_on_data_parallel_ranks_and_stages_of_a_pipeline(capsys):
+    parallel = MegatronParallel(tensor=2, pipeline=2, context=2, virtual_pipeline=2, sequence=True)
+    settings = MegatronSettings(parallel=parallel)
+    wanted = Layout(replicate=2, sequence=2, tensor=2, pipeline=2, parts=2, whole=True, between=True)
+    assert settings.layout(16) == wanted
+    assert MegatronSettings().layout(8) == Layout(replicate=8, whole=True)
+    overrides = ["actor.backend={name: megatron, parallel: {tensor: 2}}", "--devices", "8xH100"]
+    assert main(["plan", "recipes/sft/chat.yaml", *overrides, "--json"]) == 0
+    batch = {one["what"]: one["value"] for one in json.loads(capsys.readouterr().out)["batch"]}
+    assert batch["ranks that split a batch"] == "4"
 
 
 def test_ranks_that_share_experts_are_those_that_share_other_things():

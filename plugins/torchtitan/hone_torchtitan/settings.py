@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
+from hone.platforms.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,7 @@ class TitanSettings(BackendSettings):
 
     def alone(self) -> TitanSettings:
         return self.model_copy(update={"parallel": None})
+
+    def layout(self, ranks: int) -> Layout:
+        sizes = (self.parallel or TitanParallel()).sizes(ranks)
+        return Layout(sizes.replicate, sizes.shard, tensor=sizes.tensor, between=sizes.sequence)
