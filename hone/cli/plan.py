@@ -182,6 +182,7 @@ def _plain(found: Forecast, rows: Sequence[Row], ways: Sequence[Change], best: S
     return {
         **found.plain(),
         "fits": found.fits,
+        "devices_given": found.placement.machine.total,
         "batch": [asdict(one) for one in rows],
         "ways_to_fit": [shown(one) for one in ways],
         "search": [shown(one) for one in best],
@@ -194,6 +195,8 @@ def _print(
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+    for line in _devices(found):
+        console.print(line, soft_wrap=True)
     console.print(memory_table(found))
     for line in _verdict(found, ways):
         console.print(line, soft_wrap=True)
@@ -203,6 +206,17 @@ def _print(
     console.print(batch_table(rows))
     if best is not None:
         console.print(search_table(best, machine))
+
+
+def _devices(found: Forecast) -> Iterator[str]:
+    """A sentence for a run that takes fewer devices than there are, or more."""
+    machine, taken = found.placement.machine, found.placement.devices
+    if taken != machine.total:
+        yield (
+            f"The run file takes {taken} devices, and {machine} has {machine.total}: the tables are for these {taken}. "
+            "Set runtime.backend.nodes, runtime.backend.devices and rollout.replicas to what you have, or use "
+            "--search\n"
+        )
 
 
 def memory_table(found: Forecast) -> Table:

@@ -73,6 +73,14 @@ def test_supervised_runs_have_a_plan_too(capsys):
     assert "rollout" not in shown
 
 
+def test_a_plan_for_more_devices_than_the_run_takes_says_so(capsys):
+    ray = "runtime.backend={name: ray, nodes: 1, devices: 8}"
+    assert main(["plan", "recipes/sft/chat.yaml", ray, "--devices", "8xH100", "--nodes", "4"]) == 0
+    assert "The run file takes 8 devices, and 4 x 8xH100 has 32" in capsys.readouterr().out
+    assert main(["plan", "recipes/sft/chat.yaml", "--devices", "8xH100"]) == 0
+    assert "takes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

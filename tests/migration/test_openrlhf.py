@@ -42,6 +42,42 @@ def test_a_ray_run():
     assert migration.unknown == {"what.is_this": 5}
 
 
+def test_names_without_dots_are_those_before_0_10():
+    migration = migrate_openrlhf(
+        "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data org/prompts --input_key question "
+        "--rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 256 --micro_train_batch_size 4 "
+        "--prompt_max_len 300 --generate_max_len 700 --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 "
+        "--advantage_estimator reinforce_baseline --eps_clip_low_high 0.2 0.3 --vllm_num_engines 4 "
+        "--actor_learning_rate 5e-7 --l2 0.1 --reward_pretrain rm --async_train --zero_stage 3 --packing_samples "
+        "--flash_attn --gradient_checkpointing --colocate_all_models --save_path out --use_wandb key "
+        "--gradient_checkpointing_use_reentrant --normalize_reward",
+        {},
+    )
+    run = from_yaml(run_file(migration, "x"))
+    assert run["update"] == {"prompts_per_step": 128, "samples_per_prompt": 8, "minibatches": 4, "epochs": 1}
+    assert run["algorithm"]["advantage"] == {"name": "reinforce_pp_baseline"}
+    assert run["algorithm"]["kl"] == {"where": "in_loss", "kind": "k3", "coef": 0.001}
+    assert run["data"]["train"]["max_prompt_tokens"] == 300
+    assert run["rollout"]["sampling"]["max_response_tokens"] == 700
+    assert run["actor"]["optimizer"]["lr"] == 5e-7
+    assert run["actor"]["optimizer"]["weight_decay"] == 0.1
+    assert run["run"]["dir"] == "out"
+    assert migration.unknown == {}
+
+
+def test_a_preference_loss_with_smoothing_and_likelihood():
+    migration = migrate_openrlhf(
+        "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path m --data.dataset org/pairs "
+        "--dpo.label_smoothing 0.2 --dpo.nll_loss_coef 0.5",
+        {},
+    )
+    found = {key: line.value for key, line in migration.settings.items() if key.startswith("loss.")}
+    assert found == {"loss.name": "cdpo", "loss.label_smoothing": 0.2, "loss.beta": 0.1}
+    assert migration.undecided() == [
+        "dpo.nll_loss_coef=0.5: set loss: combined, with the parts cdpo and sft and their weights"
+    ]
+
+
 def test_a_script_without_a_trainer_is_refused():
     with pytest.raises(ConfigError, match="starts no trainer of OpenRLHF"):
         migrate_openrlhf("echo", {})

@@ -9,6 +9,7 @@ from typing import Any
 from hone.composition import ConfigError
 from hone.migration.flags import flags_of
 from hone.migration.migration import Migration, number
+from hone.migration.openrlhf.names import NAMES
 from hone.migration.shell.script import read_script
 
 MODULES: Mapping[str, str] = {
@@ -82,7 +83,8 @@ def migrate_openrlhf(text: str, variables: Mapping[str, str]) -> Migration:
     if not launches:
         raise ConfigError(f"the script starts no trainer of OpenRLHF (openrlhf.cli.{', '.join(MODULES)})")
     kind, words = launches[0]
-    migration = Migration(flags_of(words), framework="OpenRLHF", notes=found.notes)
+    options = {NAMES.get(name, name): value for name, value in flags_of(words).items()}
+    migration = Migration(options, framework="OpenRLHF", notes=found.notes)
     migration.put("kind", kind, "")
     _run(migration, kind)
     _data(migration, kind)
@@ -264,7 +266,10 @@ def _rollout(migration: Migration) -> None:
     migration.put(
         "rollout.sampling.max_response_tokens", int(length or whole), "rollout.max_new_tokens, or data.max_len"
     )
-    if length and whole > length:
+    longest = migration.number("prompt_max_len")
+    if longest:
+        migration.put("data.train.max_prompt_tokens", int(longest), f"prompt_max_len={longest}")
+    elif length and whole > length:
         migration.put("data.train.max_prompt_tokens", whole - int(length), "data.max_len - rollout.max_new_tokens")
     for name in ("temperature", "top_p"):
         migration.copy(f"rollout.{name}", f"rollout.sampling.{name}", number)
@@ -336,8 +341,19 @@ def _reward(migration: Migration) -> None:
 def _other_losses(migration: Migration, kind: str) -> None:
     if kind == "prefer":
         beta = float(migration.number("dpo.beta", "model.beta", "beta", default=0.1))
-        migration.put("loss.name", "ipo" if migration.truth("dpo.ipo_enable", "ipo") else "dpo", "")
+        name = "ipo" if migration.truth("dpo.ipo_enable", "ipo") else "dpo"
+        smoothing = float(migration.number("dpo.label_smoothing", default=0.0))
+        if smoothing and name == "dpo":
+            name = "cdpo"
+            migration.put("loss.label_smoothing", smoothing, f"dpo.label_smoothing={smoothing}")
+        migration.put("loss.name", name, "")
         migration.put("loss.beta", beta, f"beta={beta}")
+        coef = float(migration.number("dpo.nll_loss_coef", default=0.0))
+        if coef:
+            migration.decide(
+                f"dpo.nll_loss_coef={coef}: set loss: combined, with the parts {name} and sft and their weights",
+                "dpo.nll_loss_coef",
+            )
     length = int(migration.number("data.max_len", default=2048))
     migration.put("data.train.max_sample_tokens", length, f"data.max_len={length}")
     migration.put("run.epochs", migration.number("train.max_epochs", default=2), "train.max_epochs")
