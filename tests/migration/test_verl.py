@@ -246,6 +246,44 @@ def test_the_cap_of_a_micro_batch(options, tokens):
     assert run["actor"]["max_tokens_per_microbatch"] == tokens
 
 
+PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae actor_rollout_ref.model.path=m "
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        (f"{A}.optim.optimizer=AdamW", f"{A}.optim.optimizer=Adam8bit"),
+        (f"{A}.optim.num_cycles=0.5", f"{A}.optim.lr_scheduler_type=cosine {A}.optim.num_cycles=2"),
+        ("actor_rollout_ref.rollout.do_sample=True", "actor_rollout_ref.rollout.do_sample=False"),
+        (
+            "+actor_rollout_ref.model.override_config.attention_dropout=0",
+            "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+        ),
+        ("data.video_key=videos", "data.video_key=clips"),
+        ("critic.ppo_epochs=1", "critic.ppo_epochs=3"),
+        ("critic.model.lora_rank=0", "critic.model.lora_rank=8"),
+    ],
+)
+def test_an_option_is_dropped_at_its_usual_value_only(usual, other):
+    before, _ = of_script(PPO + usual)
+    migration, _ = of_script(PPO + other)
+    name, _, value = other.rpartition("=")
+    name = name.rpartition(" ")[2]
+    assert not any(f"{name}=" in sentence for sentence in before.undecided())
+    assert any(sentence.startswith(f"{name}={value}") for sentence in migration.undecided())
+
+
+def test_an_unknown_option_is_listed_even_if_it_is_off():
+    migration, _ = of_script(f"{PPO} {A}.brand_new=0 +trainer.other=False trainer.val_only=False")
+    assert migration.unknown == {f"{A}.brand_new": 0, "trainer.other": False}
+
+
+def test_the_reference_and_the_critic_keep_settings_of_their_own():
+    _, run = of_script(f"{PPO} {A}.use_kl_loss=True actor_rollout_ref.ref.model.path=other critic.grad_clip=0.3")
+    assert run["reference"]["model"]["path"] == "other"
+    assert run["critic"]["engine"]["max_grad_norm"] == 0.3
+
+
 def test_what_a_script_may_set_by_a_part_that_is_not_read_is_to_be_decided(tmp_path, capsys):
     text = (
         'case "${DEVICE:-$(python3 -c x)}" in gpu) KL=(actor_rollout_ref.actor.use_kl_loss=True);; *) KL=();; esac\n'

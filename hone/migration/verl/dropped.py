@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hone.migration.migration import Migration
+from hone.migration.migration import Migration, plain
 
 _BATCH = "hone packs by tokens: actor.max_tokens_per_microbatch"
 _ALWAYS = "hone always does this"
@@ -276,13 +276,61 @@ MUON = "the optimizer is not Muon"
 
 _OFF = frozenset(("", "false", "0", "0.0", "none", "null", "{}", "[]"))
 
+OFF = (
+    "*.full_determinism",
+    "*.loss_scale_factor",
+    "*.router_replay.*_file",
+    "*.ignore_eos",
+    "*.quantization_config_file",
+    "*.override_config",
+    "*.override_optimizer_config",
+    "*.override_transformer_config.fp8",
+    "*.override_transformer_config.dsa_indexer_loss_coeff",
+    "*.override_transformer_config.moe_router_bias_update_rate",
+    "actor_rollout_ref.rollout.mtp",
+    "actor_rollout_ref.rollout.qat",
+    "data.custom_cls.name",
+    "data.apply_chat_template_kwargs",
+    "data.mm_processor_kwargs",
+    "trainer.val_only",
+)
+"""Options that need no counterpart if they are off or not set."""
+
+_OPTIMIZER_NAME = "set actor.optimizer.name, or critic.engine.optimizer.name; the file trains with AdamW"
+_CRITIC = "hone trains the critic on the actor's mini-batches with the actor's aggregation, and all of its weights"
+ONLY: Mapping[str, tuple[str, str]] = {
+    "actor_rollout_ref.actor.optim.optimizer": ("adam adamw", _OPTIMIZER_NAME),
+    "critic.optim.optimizer": ("adam adamw", _OPTIMIZER_NAME),
+    "optim.optimizer": ("adam adamw", _OPTIMIZER_NAME),
+    "*.lr_wsd_decay_steps": ("off", "the length of the decay is another here; see the schedule wsd"),
+    "*.num_cycles": ("0.5", "hone's cosine is half a cycle"),
+    "actor_rollout_ref.model.mtp.enable_train": ("off", "hone trains no heads for several tokens"),
+    "*.override_config.*dropout": ("off", "hone trains without dropout unless model.use.dropout is set"),
+    "actor_rollout_ref.rollout.do_sample": ("true", "verl's answers are greedy; set rollout.sampling.temperature"),
+    "data.video_key": ("videos", "hone reads the column videos"),
+    "trainer.v1.sampler.custom_sampler.path": ("off", "a sampler of one's own is code, which has no counterpart"),
+    "trainer.v1.sampler.sync_refill_failed_groups": ("off", "hone never draws a new prompt for one that failed"),
+    "critic.model.lora_rank": ("off", _CRITIC),
+}
+"""Option that may be dropped at its usual value only -> that value, and what to decide at another."""
+
 
 def drop_the_rest(migration: Migration) -> None:
     """Drop every option that is left and is known to need no counterpart. Others stay unknown."""
     for name, value in migration.unknown.items():
+        wrong = next(
+            (said for pattern, (usual, said) in ONLY.items() if fnmatchcase(name, pattern) and not _is(value, usual)),
+            "",
+        )
         reason = _reason(name, value) or _switched_off(name, migration)
-        if reason:
+        if wrong:
+            migration.decide(f"{name}={plain(value)}: {wrong}", name)
+        elif reason:
             migration.drop(name, reason)
+
+
+def _is(value: Any, usual: str) -> bool:
+    return str(value).strip().lower() in (_OFF if usual == "off" else usual.split())
 
 
 def _reason(name: str, value: Any) -> str:
@@ -301,7 +349,8 @@ def _reason(name: str, value: Any) -> str:
     for prefix, reason, leaves in GROUPS:
         if name.startswith(prefix) and any(fnmatchcase(name.removeprefix(prefix), leaf) for leaf in leaves.split()):
             return reason
-    return "it is off or not set" if str(value).strip().lower() in _OFF else ""
+    known = any(fnmatchcase(name, pattern) for pattern in OFF)
+    return "it is off or not set" if known and str(value).strip().lower() in _OFF else ""
 
 
 def _switched_off(name: str, migration: Migration) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hone.migration.migration import Migration, number
+from hone.migration.migration import Migration, number, plain
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -47,6 +47,9 @@ def read(migration: Migration) -> None:
     norm = migration.number(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad", default=1.0)
     migration.put("actor.max_grad_norm", float(norm), f"grad_clip={norm}")
     lora(migration, MODEL)
+    other = migration.text("actor_rollout_ref.ref.model.path")
+    if "algorithm.kl.coef" in migration.settings and other not in ("", str(migration.options.get(f"{MODEL}.path"))):
+        migration.put("reference.model.path", other, "actor_rollout_ref.ref.model.path")
     _critic(migration)
     _mixture(migration)
     timeout = migration.value("actor_rollout_ref.nccl_timeout")
@@ -261,9 +264,11 @@ def optimizer(migration: Migration, base: str, role: str, default_lr: float) -> 
     floor = floor if floor is not None else None if lowest is None or not rate else float(lowest) / float(rate)
     if floor and schedule != "constant":
         migration.put(f"{role}.schedule.min_ratio", float(floor), "min_lr_ratio")
-    for name in ("lr_decay_steps", "total_training_steps", "num_cycles", "lr_warmup_init", "zero_indexed_step"):
+    for name in ("lr_decay_steps", "total_training_steps", "lr_warmup_init", "zero_indexed_step"):
         what = "the schedule is constant" if schedule == "constant" else "hone decays over the whole run"
         migration.drop(f"{base}.{name}", what)
+    if schedule != "cosine":
+        migration.drop(f"{base}.num_cycles", "the schedule is not a cosine")
 
 
 def lora(migration: Migration, base: str) -> None:
@@ -322,9 +327,17 @@ def _critic(migration: Migration) -> None:
     migration.put("critic.warmup_steps", warmup, f"trainer.critic_warmup={warmup}")
     clip = migration.number("critic.cliprange_value", default=0.5)
     migration.put("algorithm.value_loss.clip", float(clip), f"critic.cliprange_value={clip}")
-    for name in [name for name in migration.options if name.startswith("critic.")]:
-        if name.rpartition(".")[2] in ("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "shuffle"):
-            migration.drop(name, "the critic trains on the actor's mini-batches")
+    if "critic.grad_clip" in migration or "critic.optim.clip_grad" in migration:
+        norm = migration.number("critic.grad_clip", "critic.optim.clip_grad", default=1.0)
+        migration.put("critic.engine.max_grad_norm", float(norm), f"critic.grad_clip={norm}")
+    usual = {"ppo_mini_batch_size": "256", "ppo_epochs": "1", "loss_agg_mode": "token-mean"}
+    for part, default in usual.items():
+        name, actor = f"critic.{part}", plain(migration.options.get(f"{ACTOR}.{part}", default))
+        said = plain(migration.options.get(name, actor))
+        if said != actor and not said.startswith("${oc.select:"):
+            migration.decide(f"{name}={said} is not the actor's {actor}; hone trains both in the same way", name)
+    for part in (*usual, "use_dynamic_bsz", "shuffle"):
+        migration.drop(f"critic.{part}", "the critic trains on the actor's mini-batches")
 
 
 def _mixture(migration: Migration) -> None:
