@@ -340,6 +340,21 @@ def test_settings_that_hydra_composed_are_read_too():
         launch_of_yaml("a: 1")
 
 
+def test_values_that_name_other_options_are_resolved():
+    launch = launch_of_yaml(
+        "trainer: {project_name: p, experiment_name: e,\n"
+        "  default_local_dir: 'x/${.project_name}/${trainer.experiment_name}'}\n"
+        "actor_rollout_ref: {rollout: {n: 4}, actor: {rollout_n: '${oc.select:actor_rollout_ref.rollout.n,1}'}}\n"
+        "critic: {ppo_epochs: '${oc.select:actor_rollout_ref.none,${oc.select:none,3}}', path: '${oc.env:HOME}'}\n"
+        "a: {b: '${a.b}${a.b}'}"
+    )
+    assert launch.options["trainer.default_local_dir"] == "x/p/e"
+    assert launch.options["actor_rollout_ref.actor.rollout_n"] == 4
+    assert launch.options["critic.ppo_epochs"] == 3
+    assert launch.options["critic.path"] == hole("${oc.env:HOME}")
+    assert len(launch.options["a.b"]) < 100_000
+
+
 def test_an_unknown_option_is_listed_with_its_value_and_never_guessed():
     migration, _ = of_script(
         "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rollout_ref.rollout.new_thing=7 "

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hone.composition import ConfigError, from_yaml
-from hone.migration.shell.holes import shown
+from hone.migration.shell.holes import hole, shown
 from hone.migration.shell.script import read_script
 
 OPTION = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<name>[A-Za-z_][\w.@/-]*)=(?P<value>.*)", re.DOTALL)
@@ -29,7 +29,11 @@ ENTRY_POINTS: Mapping[str, str] = {
 """Module that a script starts -> kind of run."""
 
 MAX_DEPTH = 32
-"""Levels of a YAML file."""
+"""Levels of a YAML file, and of values that name others."""
+
+REFERENCE = re.compile(r"\$\{(?P<select>oc\.select: *)?(?P<name>\.?[\w.]+) *(?:, *(?P<default>[^{}]*))?\}")
+MAX_REPLACED = 10_000
+"""Characters of a value in which names of other options are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ def launch_of_yaml(text: str) -> Launch:
         raise ConfigError(f"this is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"this should contain a mapping (key: value), found {type(data).__name__}")
-    options = dict(_flat(data, "", MAX_DEPTH))
+    flat = dict(_flat(data, "", MAX_DEPTH))
+    options = {name: _resolved(name, flat) for name in flat}
     kind = "rl" if any(name.startswith("actor_rollout_ref.") for name in options) else "sft"
     if kind == "sft" and not any(name.startswith("model.") for name in options):
         raise ConfigError("this has neither verl's section actor_rollout_ref nor its section model")
@@ -86,6 +91,22 @@ def _flat(data: Mapping[Any, Any], prefix: str, depth: int) -> list[tuple[str, A
         elif key not in ("_target_", "defaults", "hydra"):
             flat.append((f"{prefix}{key}", value))
     return flat
+
+
+def _resolved(name: str, options: Mapping[str, Any]) -> Any:
+    """Value of an option with Hydra's `${a.b}` and `${oc.select:a.b,default}` replaced; a hole if that is not all."""
+    value = options[name]
+    for _ in range(MAX_DEPTH):
+        found = REFERENCE.search(value) if isinstance(value, str) and len(value) < MAX_REPLACED else None
+        if found is None:
+            break
+        target = found["name"]
+        target = f"{name.rpartition('.')[0]}{target}" if target.startswith(".") else target
+        if target not in options and not found["select"]:
+            break
+        new = options[target] if target in options else _value(found["default"] or "null")
+        value = new if found[0] == value else value.replace(found[0], str(new))
+    return hole(value) if isinstance(value, str) and "${" in value else value
 
 
 def _module(words: Sequence[str]) -> str:

@@ -291,6 +291,7 @@ OFF = (
     "actor_rollout_ref.rollout.qat",
     "data.custom_cls.name",
     "data.apply_chat_template_kwargs",
+    "data.function_tool_path",
     "data.mm_processor_kwargs",
     "trainer.val_only",
 )
