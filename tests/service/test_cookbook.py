@@ -91,5 +91,6 @@ def test_the_cookbooks_recipes_run_side_by_side(shelf, serving, tmp_path):
     saved = [json.loads(line) for line in (tmp_path / "sl_basic/checkpoints.jsonl").read_text().splitlines()]
     recipe, teacher = "distillation.on_policy_distillation", f"teacher_checkpoint={saved[-1]['sampler_path']}"
     distilled = steps(recipe, start(recipe, shelf, serving, tmp_path, teacher), tmp_path)
-    assert all(line["teacher_kl"] > 0 for line in distilled if "teacher_kl" in line)
+    # a mean over a few sampled tokens, which may be below 0; a teacher that answered as the base would give 0 to 1e-6
+    assert all(abs(line["teacher_kl"]) > 1e-4 for line in distilled if "teacher_kl" in line)
     assert sum("teacher_kl" in line for line in distilled) == 2
