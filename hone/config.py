@@ -276,10 +276,11 @@ class _Builder:
                 return self.mapping(get_args(arm)[1] if origin else Any, metadata, layers, path)
             if origin in (list, tuple) and isinstance(last, list | Mapping):
                 return self.sequence(get_args(arm)[0], metadata, layers, path, default)
-        lists = [arm for arm in arms if get_origin(arm) in (list, tuple)]
-        if lists == arms != [] and not isinstance(last, list | tuple):
-            hint = f"; write [{last}]" if isinstance(last, str | int | float) else ""
-            raise ConfigError(f"{source}: {path} should be a list (found {last!r}){hint}")
+        of_choices = get_origin(annotation) in (list, tuple) and any(
+            isinstance(mark, FromRegistry) for mark in metadata
+        )
+        if of_choices and isinstance(last, str):
+            raise ConfigError(f"{source}: {path} should be a list (found {last!r}); write [{last}]")
         if isinstance(last, bool) and bool not in arms and (int in arms or float in arms):
             raise ConfigError(f"{source}: {path} should be a number (found {str(last).lower()})")
         self.sources[path] = source

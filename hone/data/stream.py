@@ -287,7 +287,8 @@ class _Stream(Generic[T]):
         for name, maker in makers.items():
             tell_rendered(maker.reader, config.rows_hold_tokens)
             own, order = config.mix.get(name, config.train), _order_seed(seed, name) if shuffle else None
-            self._sets[name] = _Set(maker, own.weight if config.mix else 1.0, order, checksum(own.path))
+            content = checksum(own.__dict__["path"])  # which is no use of a path that the source does not read
+            self._sets[name] = _Set(maker, own.weight if config.mix else 1.0, order, content)
 
     @property
     def rows(self) -> int:

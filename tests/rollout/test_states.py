@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hone.models.numerics import products
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.states import bytes_of
 from hone.rollout.settings import BuiltinSettings
@@ -159,7 +160,11 @@ def test_an_aborted_answer_goes_on_from_its_tokens(finish, gap):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_three_turns_go_on_from_the_states_of_the_last_block_and_answer_to_the_bit_as_without(kind, finish, gap):
+def test_three_turns_go_on_from_the_states_of_the_last_block_and_answer_to_the_bit_as_without(
+    kind, finish, gap, monkeypatch
+):
+    # oneDNN's last bits depend on how many rows it multiplies, and a turn that goes on has fewer
+    monkeypatch.setattr(products, "_chosen", {torch.float32: products.TORCH})
     model = hybrid(kind)
     kept, anew = (engine_of(model, kept_kv_tokens=most) for most in (1024, 0))
     found, expected = finish(converse(kept)), finish(converse(anew))
