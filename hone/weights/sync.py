@@ -120,6 +120,7 @@ class CheckpointEngineManager:
         receipts: dict[str, Sequence[Receipt]] = {}
         tasks: dict[str, asyncio.Task[None]] = {}  # by replica
         limit = asyncio.timeout(self._engine.timeout_s + STOP_TIMEOUT_S)
+        sent: Sent | None = None
         try:
             async with limit:
                 self._engine.build_topology({name: replica.ranks for name, replica in receiving.items()})
@@ -139,14 +140,15 @@ class CheckpointEngineManager:
                 failed.update({name: f"the sender failed: {error}" for name in receiving if name not in failed})
                 await self._stop(chosen, failed)
                 raise
-            sent = Sent(version, "", 0, 0)
             missing = [name for name in receiving if name not in receipts]
             reason = f"weight version {version} was not sent and acknowledged within {self._engine.timeout_s:g} s"
-            failed.update({name: reason for name in missing or receiving if name not in failed})
+            late = receiving if sent is None else missing  # of weights that are still being sent nothing can be proven
+            failed.update({name: reason for name in late if name not in failed})
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+        sent = sent or Sent(version, "", 0, 0)
         for name in receiving:
             if name not in failed:
                 _check(name, receiving[name].ranks, sent, receipts.get(name, ()), failed)

@@ -388,6 +388,32 @@ def test_a_replica_that_does_not_pause_in_time_is_stopped_and_nothing_is_sent(re
     run(engine, body)
 
 
+def test_a_replica_that_is_silent_after_the_last_tensor_costs_no_other(replicas, monkeypatch):
+    """It may have been stopped there: the others have acknowledged what was sent, and serve it."""
+    monkeypatch.setattr(sync, "STOP_TIMEOUT_S", 0.5)
+    engine, silent = MAKE["ipc"](), asyncio.Event()
+    engine.timeout_s = 1.5
+    good, mute = replicas("good"), replicas("mute")
+    receive = mute.receive_weights
+
+    async def unacknowledged(offer):
+        await receive(offer)
+        await silent.wait()
+
+    mute.receive_weights = unacknowledged
+
+    async def body(manager):
+        manager.add_replica(good)
+        manager.add_replica(mute)
+        said = r"by 1 of 2 replicas: replica mute: weight version 1 was not sent and acknowledged within 1\.5 s"
+        with pytest.raises(WeightSyncError, match=said):
+            await manager.sync(plain().items(), 1)
+        assert manager.versions == {"good": 1}
+        assert good.asked[-1] == "resume"
+
+    run(engine, body)
+
+
 def test_a_sync_that_is_cancelled_before_it_pauses_a_replica_leaves_no_call_behind(replicas):
     async def body(manager):
         manager.add_replica(replicas("only"))
