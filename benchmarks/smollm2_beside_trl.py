@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,13 +22,13 @@ from run import RESULTS, ROOT, environment, peer_python
 
 RECIPE = ROOT / "recipes" / "smollm2" / "grpo.yaml"
 PEER = ROOT / "benchmarks" / "smollm2_trl.py"
-Curve = list[dict[str, float]]  # of one run: step, solved, training_s
+Curve = list[dict[str, float]]  # of one run: step, solved, training_s, peak_gb
 
 
 def hone_curve(given: argparse.Namespace, seed: int) -> Curve:
     """Train with hone; the curve comes from its metrics."""
     folder = RESULTS / f"smollm2-hone-{seed}"
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
     keys = {
         "run.dir": folder,
         "run.seed": seed,
@@ -50,7 +51,8 @@ def hone_curve(given: argparse.Namespace, seed: int) -> Curve:
         seconds += line.get("perf/step_s", 0.0) - line.get("perf/save_checkpoint_s", 0.0)
         if "eval/held_out/solved" in line:
             found.append({"step": line["step"], "solved": line["eval/held_out/solved"], "training_s": seconds})
-    return found
+    peaks = json.loads((folder / "peaks.json").read_text(encoding="utf-8"))["roles"]
+    return [{**point, "peak_gb": max(peaks.values()) / 1e9} for point in found]
 
 
 def trl_curve(given: argparse.Namespace, seed: int) -> Curve:
@@ -73,7 +75,7 @@ def at_time(curve: Curve, seconds: float) -> float:
 
 
 def report(curves: dict[str, list[Curve]]) -> None:
-    """Tables by step and by time: means over the seeds with their standard deviations."""
+    """Tables by step and by time: means over the seeds with their standard deviations. The largest memory of a side."""
     print(f"\n{'step':>8}  " + "  ".join(f"{name + ' solved':>16} {'training s':>10}" for name in curves))
     for row in range(len(next(iter(curves.values()))[0])):
         cells = [f"{next(iter(curves.values()))[0][row]['step']:8.0f}"]
@@ -87,6 +89,8 @@ def report(curves: dict[str, list[Curve]]) -> None:
         seconds = longest * tick / 8
         cells = [mean_and_deviation([at_time(run, seconds) for run in runs]) for runs in curves.values()]
         print(f"{seconds:8.0f}  " + "  ".join(f"{cell:>16}" for cell in cells))
+    for name, runs in curves.items():
+        print(f"{name}: at most {max(run[-1]['peak_gb'] for run in runs):.1f} GB")
 
 
 def main() -> None:

@@ -175,6 +175,7 @@ def _others(config: Any, renderer: Renderer) -> Iterator[str]:
     sets += [(f"data.mix.{name}", one, makers) for name, one in config.data.mix.items()]
     if (warm := getattr(config, "warm_start", None)) is not None:
         sets.append(("warm_start.data.train", warm.data.train, SampleMaker))
+        sets += [(f"warm_start.data.mix.{name}", one, SampleMaker) for name, one in warm.data.mix.items()]
     for key, one, maker in sets:
         _, rows, more = _made(maker(key.rpartition(".")[2], one, renderer, key))
         yield f"{key}: {rows.removeprefix('data: ')}{more}"

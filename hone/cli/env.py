@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from hone.cli.errors import EXIT_FAILED
-from hone.cli.recipe import load_recipe
+from hone.cli.recipe import RUN_FILES, load_recipe
 from hone.composition import COMMAND_LINE, Layer, read_overrides
 from hone.config import ConfigError, load_layers
 from hone.data.rendering import Renderer
@@ -29,8 +29,6 @@ from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
 from hone.registry import resolve, unknown
 from hone.types import Prompt
-
-RUN_FILES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)

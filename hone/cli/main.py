@@ -16,7 +16,7 @@ import typer
 from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say, sigterm_as_ctrl_c
 from hone.cli.keys import keys_of
-from hone.cli.recipe import KINDS
+from hone.cli.recipe import KINDS, RUN_FILES
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
 from hone.other_frameworks import INSTEAD
 from hone.plugins import load_plugins
@@ -65,7 +65,7 @@ PANELS = {  # of `hone --help`; the others train
     "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout"),
 }
-RUN_FILES = (".yaml", ".yml")
+HELP = {"help_option_names": ["-h", "--help"]}
 KEYS_LIKE = "hone.cli.config:keys_like"  # imports all settings
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
 TAKES_KEYS = {
@@ -95,7 +95,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
     if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:2], "--help"]
-    arguments = ["--help" if argument == "-h" else argument for argument in arguments]
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
         if name and name not in COMMANDS:
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"unknown command {name!r}: to train it, hone train {name}; to try it, hone check {name}"
                 )
             raise UnknownName(unknown("command", name, list(COMMANDS)))
-        command = typer.main.get_command(_app(name, asks_help="--help" in arguments))
+        command = typer.main.get_command(_app(name, asks_help=bool({*HELP["help_option_names"]} & {*arguments})))
         arguments = _with_keys(name, arguments)
         code = command.main(args=list(arguments) or ["--help"], prog_name="hone", standalone_mode=False)
     except SystemExit as stop:  # of foreign code, which must not look like success, or of a command with its code
@@ -128,12 +127,14 @@ def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
 
 def _app(chosen: str, asks_help: bool) -> typer.Typer:
     """A typer app in which only the chosen command is real. The others are placeholders for the help."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
     app.callback(help="Train language models with reinforcement learning.")(_options)
     for name, command in COMMANDS.items():
         function = _load(name, with_plugins=not asks_help) if name == chosen else _placeholder
         panel = next((title for title, names in PANELS.items() if name in names), "Train")
-        app.command(name, help=None if name == chosen else command.summary, rich_help_panel=panel)(function)
+        app.command(
+            name, context_settings=HELP, help=None if name == chosen else command.summary, rich_help_panel=panel
+        )(function)
     return app
 
 

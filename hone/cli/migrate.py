@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.errors import EXIT_DECISIONS, say
-from hone.cli.recipe import KINDS, load_recipe
+from hone.cli.recipe import KINDS, RUN_FILES, load_recipe
 from hone.composition import ConfigError
 from hone.migration.migration import Migration, plain
 from hone.migration.openrlhf.reader import migrate_openrlhf
@@ -68,7 +68,7 @@ def _text(source: Path) -> str:
 
 
 def _migrated(framework: str, source: Path, text: str, variables: dict[str, str], kind: str, devices: int) -> Migration:
-    settings = source.suffix in (".yaml", ".yml")
+    settings = source.suffix in RUN_FILES
     if framework == "verl":
         return migrate_verl(launch_of_yaml(text) if settings else launch_of_script(text, variables, []))
     if framework == "openrlhf":
@@ -81,8 +81,8 @@ def _migrated(framework: str, source: Path, text: str, variables: dict[str, str]
     if settings:
         options = options_of_yaml(text)
         return migrate_trl(kind or kind_of(options), options, [], devices)
-    found, options, notes = options_of_shell(text, variables)
-    return migrate_trl(kind or found, options, notes, devices)
+    found, options, notes, choices = options_of_shell(text, variables)
+    return migrate_trl(kind or found, options, notes, devices, choices)
 
 
 def _variables(given: list[str]) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Kind:
 
 
 DEFAULT_KIND = "rl"
+RUN_FILES = (".yaml", ".yml")
 MAPPING = "the mapping"  # a run file that is a Python object, in errors
 _LAUNCH, _SUPERVISED = "hone.trainers.run.launch", "hone.trainers.supervised.settings"
 KINDS = {

@@ -11,6 +11,7 @@ import typer
 
 from hone.cli.errors import EXIT_DONE, sigterm_as_ctrl_c
 from hone.cli.flags import Threads
+from hone.cli.recipe import RUN_FILES
 from hone.cli.service import KEY, manage_keys, serve_run_file
 from hone.composition import COMMAND_LINE, read_overrides
 from hone.config import ConfigError, build
@@ -19,7 +20,6 @@ from hone.rollout.settings import RolloutConfig
 
 KEY_VARIABLE, SHORTEST_KEY = "HONE_SERVE_KEY", 16
 PORT = 8000
-RUN_FILES = (".yaml", ".yml")
 
 
 def serve(

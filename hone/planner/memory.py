@@ -94,7 +94,10 @@ def static(role: Role) -> Static:
 
 
 def _static_of_whole(role: Role) -> Static:
-    """Of ranks that share only the optimizer's state: its weights, if wider; buffers sum gradients in float32."""
+    """Static memory of a rank that holds whole weights and gradients, and shares the optimizer's state with others.
+
+    The optimizer has weights of its own if they are stored in another dtype. Gradients are summed in float32.
+    """
     frozen = role.anatomy.parameters if role.adapter or not role.trained else 0
     learnt, updated = held(role, role.learnt), role.stored * updated_weights(role)
     weights = role.computed * (held(role, frozen) + learnt) + (updated if role.stored != role.computed else 0)

@@ -152,8 +152,9 @@ def reserve(shape: PoolDevices, platform: PlatformBase, settings: RaySettings) -
     strategy = "STRICT_SPREAD" if shape.nodes > 1 else "STRICT_PACK"
     group = placement_group([demand(platform, shape.devices)] * shape.nodes, strategy=strategy)
     queue_s, start_s, kind = settings.queue_timeout_s, settings.start_timeout_s, platform.ray_resource
-    needed = shape.nodes * demand(platform, shape.devices)[kind]
-    queued = queue_s is not None and ray.cluster_resources().get(kind, 0) >= needed
+    each = demand(platform, shape.devices)[kind]
+    able = sum(node["Alive"] and node["Resources"].get(kind, 0) >= each for node in ray.nodes())
+    queued = queue_s is not None and able >= shape.nodes
     longest = (queue_s if queued else None) or start_s
     wanted = f"{shape.nodes} node(s) with {shape.devices} free device(s) each"
     if group.wait(min(QUIET_S, longest)):

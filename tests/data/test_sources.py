@@ -284,6 +284,16 @@ def test_a_small_file_is_read_without_the_bar_of_the_library(tmp_path, dataset, 
     assert capfd.readouterr().err == ""
 
 
+def test_answers_in_csv_are_text_whatever_they_look_like(tmp_path, dataset, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "sums.csv").write_text("prompt,said,level,ground_truth\n1+1,007,3,None\n2+2,4.50,,4\n3+3,None,5,\n")
+    found = list_of(dataset(path=tmp_path / "sums.csv", columns={"completion": "said"}))
+    assert [(row["prompt"], row["said"]) for row in found] == [("1+1", "007"), ("2+2", "4.50"), ("3+3", "None")]
+    assert [row["level"] for row in found] == [3, None, 5]
+    assert [row["ground_truth"] for row in found] == ["None", "4", None]
+
+
 def test_hugging_face_folders(tmp_path, dataset, write_jsonl, monkeypatch):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()

@@ -90,7 +90,7 @@ def test_a_command_with_dpo():
         "--label_smoothing 0.1 --max_length 1024 --use_peft --lora_r 32 --num_train_epochs 1 --eval_strategy steps "
         "--eval_steps 50 --bf16"
     )
-    kind, options, notes = options_of_shell(text, {})
+    kind, options, notes, _ = options_of_shell(text, {})
     run = run_of(migrate_trl(kind, options, notes))
     assert run["kind"] == "prefer"
     assert run["samples_per_step"] == 64  # 2 x 8 x 4
@@ -217,6 +217,21 @@ def test_options_of_a_launcher_are_not_those_of_the_training(text, options, note
     pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
     found = options_of_shell(text, {})
     assert (found[0], found[1], len(found[2])) == ("dpo", options, notes)
+
+
+def test_what_a_branch_sets_that_is_not_read_is_to_be_decided(tmp_path, capsys):
+    pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
+    branch = 'if nvidia-smi; then\n  RATE="--learning_rate 1e-4"\nfi\n'
+    for framework, start in (
+        ("trl", "trl sft --model_name_or_path m --dataset_name org/rows $RATE"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_sft --actor.model_name_or_path m --data.dataset rows.jsonl $RATE"),
+    ):
+        script = tmp_path / f"{framework}.sh"
+        script.write_text(f"{branch}{start}\n")
+        assert main(["migrate", framework, str(script), str(tmp_path / f"{framework}.yaml")]) == 3
+        said = capsys.readouterr().err
+        assert "to decide: line 1: `if nvidia-smi; then` depends on a condition that only running tells" in said
+        assert "RATE may have another value" in said
 
 
 def test_a_settings_file_of_the_command(tmp_path, capsys):

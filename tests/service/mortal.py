@@ -1,9 +1,14 @@
 """Forks one service after the other from a process that has imported everything; each may end in the middle of a write.
 
-Run as a program. Each line of its input is a JSON list: the run file, a change on disk, and its number among those of
-its kind at which the process kills itself (0: never), "before" it or "after" it has returned. A change is a statement
-that writes into a table of the registry ("INSERT commands"), or a file operation in the folder of the service; "" is
-any. The program prints the process id, what the service says, where it killed itself, and "ended".
+It is a program. Each line of its input starts one service, and is a JSON list of four values:
+
+    run file     the settings of the service
+    change       where it kills itself: at a statement that writes into a table of its registry ("INSERT commands"), or
+                 at a file operation in its folder ("os.mkdir"); "" is any change
+    number       at the first such change, the second, ...; 0: it does not kill itself
+    when         "before" the change, or "after" it
+
+It prints the process id, what the service says, where the service killed itself, and "ended".
 """
 
 import gc

@@ -141,7 +141,7 @@ class Run(Patient):
         self.confirmed = set()  # checkpoints
 
     def results(self):
-        """What all commands give. Each model's are sent without waiting, in turns with the other's."""
+        """Results of all commands. The commands of both models are sent in turns, without waiting for results."""
         lanes = [self.commands(*one) for one in zip(self.models, RANKS, strict=True)]
         taken = [[], []]
         for number in range(max(map(len, lanes))):
@@ -158,7 +158,7 @@ class Run(Patient):
         return result
 
     def commands(self, model, rank):
-        """What sends each command of a model, in their order."""
+        """Functions that send the commands of a model, in order."""
         numbers = iter(range(1, 100))
 
         def train():
@@ -248,7 +248,7 @@ def test_killed_before_and_after_each_kind_of_change_a_run_ends_as_one_that_was_
 
 
 def at_random(random, count):
-    """Where services kill themselves, one after the other."""
+    """Random places for the plan of `Mortal`: where each service kills itself."""
     return iter([("", random.randrange(1, 60), random.choice(("before", "after"))) for _ in range(count)])
 
 

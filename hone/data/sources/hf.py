@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from hone.data.settings import HfSettings, RowsConfig
 from hone.data.sources.base import FILES_OF_DATASETS, DataError, ListRows
 
+TEXTS = ("prompt", "completion", "chosen", "rejected")  # columns that are text, also where CSV has "2" or "None"
+_CSV = {"keep_default_na": False, "na_values": [""]}  # pandas would take an answer "None" for a missing value
 BAR_BYTES = 64 << 20  # of a file, which take about a second
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 
@@ -24,14 +26,18 @@ def open_hf(config: RowsConfig) -> ListRows:
         import datasets
     except ImportError as error:
         raise DataError(f"path={config.path} needs the package datasets, which cannot be imported: {error}") from error
+    names: Mapping[str, str] = getattr(config, "columns", {})
     try:
-        return ListRows(_load(datasets, config.path, settings), f"{config.path} [{settings.split}]", fills_gaps=True)
+        return ListRows(
+            _load(datasets, config.path, settings, names), f"{config.path} [{settings.split}]", fills_gaps=True
+        )
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"datasets cannot load {config.path} (split {settings.split}): {reason}") from error
 
 
-def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
+def _load(datasets: Any, path: str, settings: HfSettings, names: Mapping[str, str]) -> Any:
+    """The rows; `names`: what the data set calls hone's columns."""
     folder = Path(path)
     if any((folder / name).is_file() for name in SAVED):
         loaded = datasets.load_from_disk(path)
@@ -44,6 +50,8 @@ def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
         if folder.suffix not in FILES_OF_DATASETS:
             raise ValueError(f"a file should end in {' or '.join(FILES_OF_DATASETS)}")
         name, options = FILES_OF_DATASETS[folder.suffix]
+        if name == "csv":
+            options = {**options, **_CSV, "converters": dict.fromkeys((names.get(one, one) for one in TEXTS), str)}
         with _bar_of_large_files(datasets, folder):
             return datasets.load_dataset(name, data_files=str(folder.resolve()), split=settings.split, **options)
     if folder.is_dir():

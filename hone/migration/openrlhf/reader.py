@@ -81,10 +81,11 @@ def migrate_openrlhf(text: str, variables: Mapping[str, str]) -> Migration:
     found = read_script(text, variables, [])
     launches = [(kind, words) for words in found.commands if (kind := _kind(words))]
     if not launches:
-        raise ConfigError(f"the script starts no trainer of OpenRLHF (openrlhf.cli.{', '.join(MODULES)})")
+        unread = "".join(f"\n{note}" for note in found.notes)
+        raise ConfigError(f"the script starts no trainer of OpenRLHF (openrlhf.cli.{', '.join(MODULES)}){unread}")
     kind, words = launches[0]
     options = {NAMES.get(name, name): value for name, value in flags_of(words).items()}
-    migration = Migration(options, framework="OpenRLHF", notes=found.notes)
+    migration = Migration(options, framework="OpenRLHF", notes=found.other_notes, decisions=list(found.choices))
     migration.put("kind", kind, "")
     _run(migration, kind)
     _data(migration, kind)

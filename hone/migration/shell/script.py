@@ -35,6 +35,11 @@ class Commands:
     choices: list[str] = field(default_factory=list)
     """Those of the notes that can change what a command is given: a person has to decide them."""
 
+    @property
+    def other_notes(self) -> list[str]:
+        """The notes that are no choices."""
+        return [note for note in self.notes if not any(choice.startswith(note) for choice in self.choices)]
+
 
 def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Commands:
     """Return the commands of a script that is started with these variables and arguments.

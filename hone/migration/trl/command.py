@@ -27,17 +27,18 @@ def options_of_yaml(text: str) -> dict[str, Any]:
     return data
 
 
-def options_of_shell(text: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str]]:
-    """Return kind, options and notes of a shell script that starts a training of TRL. Raises ConfigError."""
+def options_of_shell(text: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str], list[str]]:
+    """Return kind, options, notes and choices of a shell script that starts a training of TRL. Raises ConfigError."""
     found = read_script(text, variables, [])
     for words in found.commands:
         for at, word in enumerate(words):
             kind = _kind(words[at - 1] if at else "", word)
             if kind:
                 notes, processes = _launcher(flags_of(words[:at]))
-                return kind, processes | flags_of(words[at + 1 :]), [*found.notes, *notes]
+                return kind, processes | flags_of(words[at + 1 :]), [*found.other_notes, *notes], found.choices
     known = ", trl ".join(COMMANDS)
-    raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py)")
+    unread = "".join(f"\n{note}" for note in found.notes)
+    raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py){unread}")
 
 
 def _launcher(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -57,9 +57,11 @@ OPTIMIZERS: Mapping[str, str] = {
 DPO_LOSSES: Mapping[str, str] = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sft": "sft"}
 
 
-def migrate_trl(kind: str, options: Mapping[str, Any], notes: list[str], devices: int = 1) -> Migration:
+def migrate_trl(
+    kind: str, options: Mapping[str, Any], notes: list[str], devices: int = 1, choices: Sequence[str] = ()
+) -> Migration:
     """Return the migration of one training with TRL on so many devices."""
-    migration = Migration(options, framework="TRL", notes=notes)
+    migration = Migration(options, framework="TRL", notes=notes, decisions=list(choices))
     migration.put("kind", HONE_KINDS[kind], "")
     devices = max(devices, migration.count("num_processes", default=1))
     _run(migration, kind)

@@ -55,7 +55,7 @@ def launch_of_script(text: str, variables: Mapping[str, str], arguments: Sequenc
         known = ", ".join(ENTRY_POINTS)
         unread = "".join(f"\n{note}" for note in found.notes)
         raise ConfigError(f"the script starts no trainer of verl that is known here ({known}){unread}")
-    notes = [note for note in found.notes if not any(choice.startswith(note) for choice in found.choices)]
+    notes = found.other_notes
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainers; this is the first: {launches[0][0]}")
     module, words = launches[0]

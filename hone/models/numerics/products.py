@@ -35,7 +35,7 @@ _WIDEST = 1 << 24  # numbers of an operand that are held in float32 at a time; 6
 _chosen: dict[torch.dtype, str] = {}
 _own: dict[str, Any] = {}  # name of an operation -> torch's kernel, for those that were replaced
 _library: list[torch.library.Library] = []  # what is registered lives as long as its library
-_settled: set[str] = set()  # values of the variable that are a run's choice, and no user's
+_settled: set[str] = set()  # values of the variable that `settle` has set
 
 
 def prepare(dtype: torch.dtype, device: str = "cpu") -> str:
@@ -218,4 +218,4 @@ def _columns(added: Tensor, at: slice) -> Tensor:
 _WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {ONEDNN: _onednn, FLOAT32: _rounded}
 _KERNELS = {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "_grouped_mm": _grouped_mm}
 
-__all__ = ["VARIABLE", "described", "prepare"]
+__all__ = ["CHOICE_FILE", "VARIABLE", "described", "prepare", "settle"]
