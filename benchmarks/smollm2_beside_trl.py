@@ -1,6 +1,6 @@
 """Learning of hone and of TRL's GRPOTrainer on the task of recipes/smollm2: held-out curves by step and by time.
 
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_beside_trl.py --seeds 0 1 2 --steps 12
+    THREADS=1 python benchmarks/smollm2_beside_trl.py --seeds 0 1 2 --steps 12
 
 For each seed both train in turn from the same model, on the same prompts in the same order (that of the file), with the
 same batch, loss and constant learning rate, in float32. Both answer the held-out prompts greedily every `--every`
