@@ -1,7 +1,10 @@
-"""`hone migrate`: a run file from a script or a settings file of verl, TRL or OpenRLHF. Nothing of it is run."""
+"""`hone migrate`: a run file from a script, a command or a settings file of another framework. Nothing of it is run."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +26,41 @@ from hone.registry import unknown
 FRAMEWORKS = ("verl", "trl", "openrlhf")
 MAX_BYTES = 2_000_000
 """Largest script that is read."""
+LONGEST_NAME = 255
+"""Characters of a file's name with spaces; what is longer is a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Text to migrate, its file (none: a command was given), and the run file to write (none: it is printed)."""
+
+    text: str
+    file: Path | None
+    target: Path | None
+
+    @property
+    def name(self) -> str:
+        return "the command" if self.file is None else str(self.file)
+
+    @property
+    def folder(self) -> Path:
+        return Path() if self.file is None else self.file.parent
+
+    @property
+    def suffix(self) -> str:
+        return "" if self.file is None else self.file.suffix
 
 
 def migrate(
     framework: Annotated[str, typer.Argument(help=f"whose script it is: {', '.join(FRAMEWORKS)}")],
-    source: Annotated[Path, typer.Argument(help="bash script, Python script (TRL), or YAML of the settings")],
-    target: Annotated[Path | None, typer.Argument(help="the run file to write; default: print it")] = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE [RUN.yaml]",
+            help="bash script, Python script (TRL), YAML of the settings, or a command in quotes; then the run file to "
+            "write (default: print it). A command without quotes: [RUN.yaml] -- COMMAND",
+        ),
+    ],
     variables: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="environment variable of the script; may be repeated"),
@@ -36,24 +68,38 @@ def migrate(
     kind: Annotated[str, typer.Option(help=f"trl, YAML only: what is trained ({', '.join(COMMANDS)})")] = "",
     devices: Annotated[int, typer.Option(help="trl only: processes that train, which multiply the batch", min=1)] = 1,
 ) -> int:
-    """Write a run file from a script of another framework. Exit code 3: something is left to decide."""
+    """Write a run file from a script or a command of another framework. Exit code 3: something is left to decide."""
     if framework not in FRAMEWORKS:
         raise ConfigError(unknown("framework", framework, list(FRAMEWORKS)))
+    source = _source(words)
+    target = source.target
     if target is not None and target.exists():
         raise ConfigError(f"{target} exists; choose another name, or delete it")
-    text, environment = _text(source), _variables(variables or [])
     try:
-        migration = _migrated(framework, source, text, environment, kind, devices)
+        migration = _migrated(framework, source, _variables(variables or []), kind, devices)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    head = f"From {source.name} of {framework}, by hone migrate. Each comment names the option that a value comes from."
-    page = run_file(migration, head)
+        raise ConfigError(f"{source.name}: {error}") from error
+    origin = "a command" if source.file is None else source.file.name
+    page = run_file(
+        migration, f"From {origin} of {framework}, by hone migrate. Each comment names the option of a value."
+    )
     if target is None:
         typer.echo(page, nl=False)
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8")
     return _summary(migration, target)
+
+
+def _source(words: Sequence[str]) -> Source:
+    """What the arguments name. More than two are a command, perhaps behind the run file to write."""
+    if len(words) > 2:
+        named = words[0].endswith(RUN_FILES)
+        return Source(shlex.join(words[1:] if named else words), None, Path(words[0]) if named else None)
+    first, target = words[0], Path(words[1]) if words[1:] else None
+    if len(first.split()) > 1 and (len(first) > LONGEST_NAME or not Path(first).is_file()):
+        return Source(first, None, target)
+    return Source(_text(Path(first)), Path(first), target)
 
 
 def _text(source: Path) -> str:
@@ -67,8 +113,8 @@ def _text(source: Path) -> str:
         raise ConfigError(f"{source} is not text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _migrated(framework: str, source: Path, text: str, variables: dict[str, str], kind: str, devices: int) -> Migration:
-    settings = source.suffix in RUN_FILES
+def _migrated(framework: str, source: Source, variables: dict[str, str], kind: str, devices: int) -> Migration:
+    text, settings = source.text, source.suffix in RUN_FILES
     if framework == "verl":
         return migrate_verl(launch_of_yaml(text) if settings else launch_of_script(text, variables, []))
     if framework == "openrlhf":
@@ -81,7 +127,7 @@ def _migrated(framework: str, source: Path, text: str, variables: dict[str, str]
     if settings:
         options = options_of_yaml(text)
         return migrate_trl(kind or kind_of(options), options, [], devices)
-    found, options, notes, choices = options_of_shell(text, variables)
+    found, options, notes, choices = options_of_shell(text, variables, source.folder)
     return migrate_trl(kind or found, options, notes, devices, choices)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
 
+from hone.cli.main import main
 from hone.composition import ConfigError, from_yaml
 from hone.migration.openrlhf.reader import migrate_openrlhf
 from hone.migration.page import run_file
@@ -76,6 +77,26 @@ def test_a_preference_loss_with_smoothing_and_likelihood():
     assert migration.undecided() == [
         "dpo.nll_loss_coef=0.5: set loss: combined, with the parts cdpo and sft and their weights"
     ]
+
+
+COMMAND = (
+    "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset rows.jsonl "
+    "--train.batch_size 64"
+)
+
+
+def test_a_command_is_read_in_quotes_and_after_two_dashes(tmp_path, capsys):
+    for place, words in enumerate(
+        ([COMMAND, "RUN"], ["RUN", "--", *COMMAND.split()], ["RUN", "--", "bash", "-c", COMMAND])
+    ):
+        target = tmp_path / f"{place}.yaml"
+        assert main(["migrate", "openrlhf", *[str(target) if word == "RUN" else word for word in words]]) == 0
+        assert from_yaml(target.read_text())["samples_per_step"] == 64
+    assert "hone train" not in capsys.readouterr().err.partition("to run it: hone sft")[0]
+    assert main(["migrate", "openrlhf", "--", *COMMAND.split()]) == 0  # printed
+    assert "# From a command of openrlhf" in capsys.readouterr().out
+    assert main(["migrate", "openrlhf", "echo nothing"]) == 2
+    assert "the command: the script starts no trainer of OpenRLHF" in capsys.readouterr().err
 
 
 def test_a_script_without_a_trainer_is_refused():

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
 
 from hone.migration.shell.holes import hole, holes, shown
-from hone.migration.shell.script import MAX_STATEMENTS, read_script
+from hone.migration.shell.script import MAX_DEPTH, MAX_STATEMENTS, read_script
 
 SCRIPTS = {
     "defaults": 'A=${A:-1}; B=${B-two}; C=${C:=3}; E=""; start "$A" $B "$C" "${E:-4}" "${E-5}" "${A:+6}" "${NONE+7}"',
@@ -26,13 +26,15 @@ SCRIPTS = {
     "quotes": """start 'a $b' "c \\"d\\" \\$e" f\\ g $'h\\ti' "['x','y']" +k='["a","b"]'""",
     "continued lines": 'start a \\\n  b=1 \\\n  "c"',
     "text of a here-document": 'N=5; read -r -d "" T <<EOF\nmodule --lr $N \\\n  --name x\nEOF\nstart $T',
+    "text of another shell": 'export A=1; bash -xc \'start $A "$0" "$1" $((2 * A))\' n "b c"',
+    "expanded text of another shell": 'A=1; bash -c "start $A \\$1" n "3 4"',
     "arguments": 'start "$@" "$1" ${2}',
 }
 
 
 def of_bash(script, arguments):
     """Arguments of each call of `start`, from bash."""
-    said = "start() { printf '%s\\0' \"$@\"; printf '\\1\\0'; }\n"
+    said = "start() { printf '%s\\0' \"$@\"; printf '\\1\\0'; }; export -f start\n"
     command = ["bash", "--norc", "-c", said + script, "bash", *arguments]
     output = subprocess.run(command, capture_output=True, check=False, timeout=30).stdout.decode()
     calls = output.split("\1\0")[:-1]
@@ -54,6 +56,20 @@ def test_what_only_running_tells_is_a_hole_with_the_text_of_the_script():
     assert [shown(word) for word in words] == ["$HOME/data/a", "n=$(date +%s)", "$((N + $(nproc)))"]
     known = read_script('start "$HOME/a"', {"HOME": "/data"}, [])
     assert known.commands == [["start", "/data/a"]]
+
+
+def test_the_text_of_another_shell_is_read_behind_launchers_and_its_lines_are_counted():
+    script = 'N=2\nsrun -N $N bash --norc -c "\n if ls; then A=1; fi\n start \\$A $HOME" | tee log'
+    found = read_script(script, {}, [])
+    assert [[shown(word) for word in words] for words in found.commands] == [
+        ["ls"],
+        ["start", "$A", "$HOME"],
+        ["tee", "log"],
+    ]
+    assert found.choices[0].startswith("line 3: `if ls; then A=1; fi` depends on a condition")
+    endless = read_script('X=\'bash -c "$X"\'; bash -c "$X"', {}, [])
+    assert endless.commands == []
+    assert endless.choices == [f"reading ended early: blocks are nested more than {MAX_DEPTH} deep"]
 
 
 def test_a_branch_that_only_running_chooses_is_left_out_with_a_note():

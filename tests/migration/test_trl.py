@@ -1,5 +1,7 @@
 """Numbers of a run file that comes from TRL's scripts and files, computed by hand from TRL's definitions."""
 
+from pathlib import Path
+
 import pytest
 
 from hone.cli.main import main
@@ -90,7 +92,7 @@ def test_a_command_with_dpo():
         "--label_smoothing 0.1 --max_length 1024 --use_peft --lora_r 32 --num_train_epochs 1 --eval_strategy steps "
         "--eval_steps 50 --bf16"
     )
-    kind, options, notes, _ = options_of_shell(text, {})
+    kind, options, notes, _ = options_of_shell(text, {}, Path())
     run = run_of(migrate_trl(kind, options, notes))
     assert run["kind"] == "prefer"
     assert run["samples_per_step"] == 64  # 2 x 8 x 4
@@ -215,8 +217,26 @@ def test_an_unknown_option_is_listed_whatever_its_value():
 )
 def test_options_of_a_launcher_are_not_those_of_the_training(text, options, notes):
     pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
-    found = options_of_shell(text, {})
+    found = options_of_shell(text, {}, Path())
     assert (found[0], found[1], len(found[2])) == ("dpo", options, notes)
+
+
+def test_a_command_takes_the_options_of_its_file_beside_the_script(tmp_path, capsys):
+    pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: org/rows\nlearning_rate: 3.0e-5\nseed: 7\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("trl sft --config sft.yaml --seed 8\n")
+    assert main(["migrate", "trl", str(script), str(tmp_path / "run.yaml")]) == 0
+    run = from_yaml((tmp_path / "run.yaml").read_text())
+    assert (run["model"], run["actor"]["optimizer"]["lr"], run["run"]["seed"]) == ({"path": "m"}, 3e-5, 8)
+    script.write_text("trl sft --config elsewhere.yaml --model_name_or_path m\n")
+    assert main(["migrate", "trl", str(script)]) == 3
+    assert "to decide: config=elsewhere.yaml: this file has more options" in capsys.readouterr().err
+    (tmp_path / "elsewhere.yaml").write_text("- 1\n")
+    assert main(["migrate", "trl", str(script)]) == 2
+    assert "--config elsewhere.yaml: this should contain a mapping" in capsys.readouterr().err
 
 
 def test_what_a_branch_sets_that_is_not_read_is_to_be_decided(tmp_path, capsys):

@@ -2,7 +2,8 @@
 
     text --> tree-sitter's syntax tree --> statements in order: assignments, if, case, for, functions --> commands
 
-Understood: arrays, defaults, `case`, `if` and `&&` over variables, arithmetic, quotes, functions, loops over constants.
+Understood: arrays, defaults, `case`, `if` and `&&` over variables, arithmetic, quotes, functions, loops over constants,
+and the text of `bash -c`.
 What depends on running something (a command's output, a file that exists, an unset variable) becomes a hole with the
 script's own text, or a note. A part that is not read and sets a variable of the rest of the script is a choice too.
 """
@@ -14,6 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import PurePath
 from typing import Any
 
 from hone.migration.shell.arithmetic import Unknown, evaluated
@@ -72,6 +75,7 @@ class _Script:
         self.functions: dict[str, Any] = {}
         self.statements = 0
         self.depth = 0
+        self.line = 1  # on which the source begins in the script
 
     def block(self, nodes: Sequence[Any]) -> bool | None:
         """Read statements in order; returns whether the last one succeeded, or None if that cannot be told."""
@@ -141,8 +145,23 @@ class _Script:
         if words[0] == "shift":
             del self.scope.arguments[:1]
             return True
-        self.found.commands.append(words)
+        inside = _text_of_shell(words)
+        if inside:
+            self._started(inside, node)
+        else:
+            self.found.commands.append(words)
         return None
+
+    def _started(self, inside: Sequence[str], node: Any) -> None:
+        """Read the text that `bash -c TEXT NAME ARGUMENTS` runs, with the variables of the script."""
+        source = shown(inside[0]).encode()  # what is known only by running is a hole in there again
+        scope = Scope(self.scope.variables | {"0": inside[1] if inside[1:] else "bash"}, list(inside[2:]))
+        started = _Script(scope, source, self.words.parse)
+        started.found, started.functions = self.found, {}
+        started.statements, started.depth = self.statements, self.depth
+        started.line = self._line(node)
+        started.block(self.words.parse(source).root_node.children)
+        self.statements = started.statements
 
     def _called(self, words: Sequence[str]) -> bool | None:
         own = self.scope.arguments
@@ -284,7 +303,7 @@ class _Script:
 
     def _note(self, node: Any, problem: str, unread: Any = None) -> None:
         """Note that a part of the script, `unread`, is left out."""
-        self.found.notes.append(_sentence(node, problem))
+        self.found.notes.append(self._sentence(node, problem))
         self._choice(node, problem, unread or node)
 
     def _choice(self, node: Any, problem: str, unread: Any) -> None:
@@ -293,10 +312,12 @@ class _Script:
         names = [name for name in assigned if self.uses[name] > inside[name]]
         if not names:
             return
-        asked = [name for name in _USED.findall(_sentence(node, "")) if name not in assigned and self._is_unset(name)]
+        asked = [
+            name for name in _USED.findall(self._sentence(node, "")) if name not in assigned and self._is_unset(name)
+        ]
         ways = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(asked))
         self.found.choices.append(
-            f"{_sentence(node, problem)}, and {', '.join(names)} may have another value: "
+            f"{self._sentence(node, problem)}, and {', '.join(names)} may have another value: "
             + (f"give {ways}" if ways else "compare what depends on it with the script")
         )
 
@@ -304,10 +325,22 @@ class _Script:
         value = self.scope.get(name)
         return value is None or (isinstance(value, str) and bool(holes(value)))
 
+    def _line(self, node: Any) -> int:
+        return int(node.start_point[0]) + self.line
 
-def _sentence(node: Any, problem: str) -> str:
-    line = node.text.decode().strip().partition("\n")[0]
-    return f"line {node.start_point[0] + 1}: `{line[:80]}` {problem}"
+    def _sentence(self, node: Any, problem: str) -> str:
+        text = node.text.decode().strip().partition("\n")[0]
+        return f"line {self._line(node)}: `{text[:80]}` {problem}"
+
+
+def _text_of_shell(words: Sequence[str]) -> Sequence[str]:
+    """Text, name and arguments that a command gives to `bash -c`, also behind a launcher; empty if it does not."""
+    for at, word in enumerate(words):
+        if PurePath(word).name in ("bash", "sh"):
+            flags = list(takewhile(lambda one: one.startswith("-"), words[at + 1 :]))
+            if any("c" in one and not one.startswith("--") for one in flags):
+                return words[at + 1 + len(flags) :]
+    return []
 
 
 def _assigned(node: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -27,18 +27,40 @@ def options_of_yaml(text: str) -> dict[str, Any]:
     return data
 
 
-def options_of_shell(text: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str], list[str]]:
-    """Return kind, options, notes and choices of a shell script that starts a training of TRL. Raises ConfigError."""
+def options_of_shell(
+    text: str, variables: Mapping[str, str], folder: Path
+) -> tuple[str, dict[str, Any], list[str], list[str]]:
+    """Return kind, options, notes and choices of a shell script that starts a training of TRL.
+
+    `folder`: of the script, where the file of its option `--config` may be.
+
+    Raises:
+        ConfigError: the script starts no training, or the file of `--config` cannot be read.
+    """
     found = read_script(text, variables, [])
     for words in found.commands:
         for at, word in enumerate(words):
             kind = _kind(words[at - 1] if at else "", word)
             if kind:
                 notes, processes = _launcher(flags_of(words[:at]))
-                return kind, processes | flags_of(words[at + 1 :]), [*found.other_notes, *notes], found.choices
+                options = _with_file(flags_of(words[at + 1 :]), folder)
+                return kind, processes | options, [*found.other_notes, *notes], found.choices
     known = ", trl ".join(COMMANDS)
     unread = "".join(f"\n{note}" for note in found.notes)
     raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py){unread}")
+
+
+def _with_file(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Options of a command, and those of the file that its `--config` names, if it is here or beside the script."""
+    name = str(options.get("config", ""))
+    file = next((one for one in (Path(name), folder / name) if one.is_file()), None)
+    if file is None:
+        return options
+    try:
+        found = options_of_yaml(file.read_text(encoding="utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {name}: {error}") from error
+    return found | {key: value for key, value in options.items() if key != "config"}
 
 
 def _launcher(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

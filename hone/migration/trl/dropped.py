@@ -84,7 +84,7 @@ DROPPED: Mapping[str, str] = {
 DECISIONS: Mapping[str, str] = {
     "args": "the script makes the trainer's settings when it runs; migrate the command or the YAML that has them",
     "peft_config": "the script makes the adapter when it runs; set actor.lora",
-    "config": "this file has more options: migrate the file with --kind, then add the options of the command",
+    "config": "this file has more options, and is neither here nor beside the script: put it there and migrate again",
     "use_bias_correction_kl": "hone's KL has no importance weight",
     "repetition_penalty": "hone's sampling has no such penalty",
     "generation_kwargs": "see rollout.sampling, and rollout.engine for options of a server",
