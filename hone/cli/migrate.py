@@ -92,7 +92,7 @@ def migrate(
 
 
 def _source(words: Sequence[str]) -> Source:
-    """What the arguments name. More than two are a command, perhaps behind the run file to write."""
+    """Read what the arguments name. More than two are a command, perhaps behind the run file to write."""
     if len(words) > 2:
         named = words[0].endswith(RUN_FILES)
         return Source(shlex.join(words[1:] if named else words), None, Path(words[0]) if named else None)

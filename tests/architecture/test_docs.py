@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = {  # package -> its page, where that does not bear its name
+    "migration": "migrate",
     "trainers": "training",
     "testing": "extend",
     "service": "serve",

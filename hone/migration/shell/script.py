@@ -147,21 +147,10 @@ class _Script:
             return True
         inside = _text_of_shell(words)
         if inside:
-            self._started(inside, node)
+            _read_inside(self, inside, node)
         else:
             self.found.commands.append(words)
         return None
-
-    def _started(self, inside: Sequence[str], node: Any) -> None:
-        """Read the text that `bash -c TEXT NAME ARGUMENTS` runs, with the variables of the script."""
-        source = shown(inside[0]).encode()  # what is known only by running is a hole in there again
-        scope = Scope(self.scope.variables | {"0": inside[1] if inside[1:] else "bash"}, list(inside[2:]))
-        started = _Script(scope, source, self.words.parse)
-        started.found, started.functions = self.found, {}
-        started.statements, started.depth = self.statements, self.depth
-        started.line = self._line(node)
-        started.block(self.words.parse(source).root_node.children)
-        self.statements = started.statements
 
     def _called(self, words: Sequence[str]) -> bool | None:
         own = self.scope.arguments
@@ -303,7 +292,7 @@ class _Script:
 
     def _note(self, node: Any, problem: str, unread: Any = None) -> None:
         """Note that a part of the script, `unread`, is left out."""
-        self.found.notes.append(self._sentence(node, problem))
+        self.found.notes.append(_sentence(node, problem, self.line))
         self._choice(node, problem, unread or node)
 
     def _choice(self, node: Any, problem: str, unread: Any) -> None:
@@ -313,11 +302,13 @@ class _Script:
         if not names:
             return
         asked = [
-            name for name in _USED.findall(self._sentence(node, "")) if name not in assigned and self._is_unset(name)
+            name
+            for name in _USED.findall(_sentence(node, "", self.line))
+            if name not in assigned and self._is_unset(name)
         ]
         ways = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(asked))
         self.found.choices.append(
-            f"{self._sentence(node, problem)}, and {', '.join(names)} may have another value: "
+            f"{_sentence(node, problem, self.line)}, and {', '.join(names)} may have another value: "
             + (f"give {ways}" if ways else "compare what depends on it with the script")
         )
 
@@ -325,12 +316,22 @@ class _Script:
         value = self.scope.get(name)
         return value is None or (isinstance(value, str) and bool(holes(value)))
 
-    def _line(self, node: Any) -> int:
-        return int(node.start_point[0]) + self.line
 
-    def _sentence(self, node: Any, problem: str) -> str:
-        text = node.text.decode().strip().partition("\n")[0]
-        return f"line {self._line(node)}: `{text[:80]}` {problem}"
+def _sentence(node: Any, problem: str, first: int) -> str:
+    """A note about a node of a source that begins on the line `first` of the script."""
+    line = node.text.decode().strip().partition("\n")[0]
+    return f"line {node.start_point[0] + first}: `{line[:80]}` {problem}"
+
+
+def _read_inside(script: _Script, words: Sequence[str], node: Any) -> None:
+    """Read what `bash -c TEXT NAME ARGUMENTS` runs at a node of a script, with its variables."""
+    source = shown(words[0]).encode()  # what only running tells is a hole in there again
+    scope = Scope(script.scope.variables | {"0": words[1] if words[1:] else "bash"}, list(words[2:]))
+    inner = _Script(scope, source, script.words.parse)
+    inner.found, inner.statements, inner.depth = script.found, script.statements, script.depth
+    inner.line = int(node.start_point[0]) + script.line
+    inner.block(script.words.parse(source).root_node.children)
+    script.statements = inner.statements
 
 
 def _text_of_shell(words: Sequence[str]) -> Sequence[str]:
