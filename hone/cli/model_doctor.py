@@ -132,12 +132,10 @@ def fitting(anatomy: Anatomy, dimension: str) -> list[int]:
     """Values of `parallel.<dimension>` above 1 that divide the model; see `hone.engines.fsdp2.sharding`."""
     sizes = range(2, LARGEST_DEGREE + 1)
     heads = {(one.heads, one.kv_heads) for one in anatomy.attention}
-    if anatomy.stateful and dimension != "expert":
-        return []
     if dimension == "tensor":
         fit = [n for n in sizes if all(queries % n == 0 and pairs % n == 0 for queries, pairs in heads)]
         return fit if anatomy.tensor_plan else []
-    if dimension == "sequence" and anatomy.index_size:
+    if dimension == "sequence" and (anatomy.index_size or anatomy.stateful):
         return []
     if dimension == "sequence":
         return [n for n in sizes if all(q % n == 0 and (pairs % n == 0 or n % pairs == 0) for q, pairs in heads)]
@@ -196,10 +194,11 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     if anatomy.states:
         with_state = ", ".join(anatomy.states)
         yield fact("layers with a state", True, f"{with_state}: they see one sequence of a packed row at a time")
-    heads = "layers that carry a state do not support it" if anatomy.stateful else "no number divides its heads"
+    heads = "no number divides its heads"
+    mixing = "layers that carry a state do not support it" if anatomy.stateful else heads
     reasons = {
-        "tensor": heads if anatomy.tensor_plan or anatomy.stateful else "transformers has no tensor-parallel plan",
-        "sequence": "its indexers need whole sequences" if anatomy.index_size else heads,
+        "tensor": heads if anatomy.tensor_plan else "transformers has no tensor-parallel plan",
+        "sequence": "its indexers need whole sequences" if anatomy.index_size else mixing,
         "expert": "the model has no experts" if not anatomy.experts else "transformers has no expert-parallel plan",
     }
     for name, found in degrees.items():

@@ -61,6 +61,8 @@ def test_parts_that_are_not_read_are_named(tmp_path, capsys, monkeypatch):
     save_file(load_file(file) | others, file, {"format": "pt"})
     lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
     assert "not read mtp (2 weights): not trained, not served, and not in an export" in lines
+    assert "parallel.tensor yes 2" in lines
+    assert "parallel.sequence no layers that carry a state do not support it" in lines
 
 
 def test_states_that_hone_cannot_separate_are_no_good(tmp_path, capsys, monkeypatch):

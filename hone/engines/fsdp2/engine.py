@@ -145,7 +145,6 @@ class Fsdp2Engine(OffloadingEngine):
             name,
             {
                 parallel.key_of("sequence"): sizes is not None and sizes.sequence > 1,
-                parallel.key_of("tensor"): sizes is not None and sizes.tensor > 1,
                 self._backend.key_of("compile"): bool(self._compiler),
             },
         )

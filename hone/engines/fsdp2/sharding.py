@@ -27,6 +27,7 @@ from hone.engines.fsdp2.weights import Partial
 from hone.engines.lora.targets import Split
 from hone.models.attention.indexed import indexers
 from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
+from hone.models.attention.stateful import state_layers
 from hone.models.errors import ModelError
 from hone.models.four_bit import seen_as_plain, still_empty
 from hone.models.numerics.precision import wide_weights
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _PARTIAL = "replicated_with_grad_allreduce"  # transformers' name for norms inside a layer whose heads are split
+_WHOLE = ("colwise_gather_output", "rowwise_split_input")  # of cut matrices whose inputs and results are whole
 _DISPATCH = "ep_dispatch_experts"
 
 
@@ -126,6 +128,7 @@ class Sharder:
                 "and use shard or sequence"
             )
         require_heads(model, size, self._key("tensor"), name)
+        _require_whole_states(model, plan, f"{self._key('tensor')} = {size}", name)
         partial = [key for key, style in plan.items() if style == _PARTIAL]
         partial += _norms_of_split_heads(model, plan)
         plan = {key: style for key, style in plan.items() if style != _PARTIAL}
@@ -324,6 +327,22 @@ def _norms_of_split_heads(model: nn.Module, plan: Mapping[str, str]) -> list[str
     split = [key.removesuffix("_proj") for key, style in plan.items() if style == "colwise" and key.endswith("_proj")]
     norms = {f"{key}_norm" for key in split} - plan.keys()
     return sorted(norms & {wildcard(path) for path, _ in model.named_modules()})
+
+
+def _require_whole_states(model: nn.Module, plan: Mapping[str, str], setting: str, name: str) -> None:
+    """Raise ShardingError if a rank would have a part of a layer with a state.
+
+    Such a layer is computed whole on every rank of a tensor group: its convolution, decays and state know no ranks.
+    """
+    for path, layer in state_layers(model).items():
+        for part, _ in layer.named_modules(prefix=path):
+            style = plan.get(wildcard(part), _WHOLE[0])
+            if style not in _WHOLE:
+                raise ShardingError(
+                    f"{setting}: transformers' plan for {name} cuts {part} ({style}), a part of a layer that carries a "
+                    f"state ({type(layer).__name__}), which hone computes whole on every rank; leave it at 1 and use "
+                    "shard"
+                )
 
 
 def wildcard(name: str) -> str:

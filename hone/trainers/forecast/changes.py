@@ -154,7 +154,7 @@ def fastest(config: Any, sizes: Sizes, machine: Machine, given: Given) -> list[C
 
 def _parallel_candidates(sizes: Sizes, machine: Machine) -> Iterator[Overrides]:
     """Meshes of the trained model over all devices, with and without checkpointing."""
-    for tensor, sequence in product(_degrees(sizes, machine.devices), DEGREES):
+    for tensor, sequence in _meshes(sizes, machine.devices):
         if machine.total % (tensor * sequence):
             continue
         for recompute in (False, True):
@@ -166,12 +166,12 @@ def _mesh(tensor: int, sequence: int) -> Overrides:
     return {f"actor.backend.parallel.{name}": size for name, size in sizes.items() if size > 1}
 
 
-def _degrees(sizes: Sizes, devices: int) -> list[int]:
-    """Degrees of tensor parallelism that divide the heads of every layer."""
+def _meshes(sizes: Sizes, devices: int) -> list[tuple[int, int]]:
+    """Degrees of tensor parallelism that divide the heads of every layer, each with those of sequence parallelism."""
     anatomy = sizes.models[POLICY]
     heads = {(one.heads, one.kv_heads) for one in anatomy.attention}
     fit = [n for n in DEGREES if n <= devices and all(a % n == 0 and b % n == 0 for a, b in heads)]
-    return fit if anatomy.tensor_plan and not anatomy.stateful else [1]
+    return list(product(fit if anatomy.tensor_plan else [1], [1] if anatomy.stateful else DEGREES))
 
 
 def _policy_candidates(config: PolicyRunConfig, sizes: Sizes, machine: Machine) -> Iterator[Overrides]:
@@ -181,7 +181,7 @@ def _policy_candidates(config: PolicyRunConfig, sizes: Sizes, machine: Machine) 
         for ahead, recompute in product(staleness, (False, True)):
             yield {**_ahead(config, ahead), "actor.activation_checkpointing": recompute}
         return
-    meshes = list(product(_degrees(sizes, machine.devices), (1, 2)))
+    meshes = [(tensor, sequence) for tensor, sequence in _meshes(sizes, machine.devices) if sequence <= 2]
     for (tensor, sequence), server in product(meshes, DEGREES):
         mesh = _mesh(tensor, sequence)
         if machine.total % server or server > machine.devices:
