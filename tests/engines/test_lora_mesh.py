@@ -51,6 +51,7 @@ TWO = [
     case(**MOE),
     case(**MOE, parallel={"expert": 2}),
     case(**MOE, parallel={"tensor": 2}),
+    case("qwen3_5_text", parallel={"tensor": 2}, lora={"init": "pissa"}),
     case(**MOE, lora=EXPERTS),
     case(activation_checkpointing=True),
     case(offload=True),

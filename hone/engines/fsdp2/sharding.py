@@ -24,7 +24,7 @@ from hone.engines.forward import Forward
 from hone.engines.fsdp2.mesh import EXPERT, FSDP, REPLICATE, TENSOR, Mesh
 from hone.engines.fsdp2.settings import ShardConfig, Sizes
 from hone.engines.fsdp2.weights import Partial
-from hone.engines.lora.targets import Split
+from hone.engines.lora.targets import WHOLE, Split
 from hone.models.attention.indexed import indexers
 from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
 from hone.models.attention.stateful import state_layers
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _PARTIAL = "replicated_with_grad_allreduce"  # transformers' name for norms inside a layer whose heads are split
-_WHOLE = ("colwise_gather_output", "rowwise_split_input")  # of cut matrices whose inputs and results are whole
 _DISPATCH = "ep_dispatch_experts"
 
 
@@ -336,8 +335,8 @@ def _require_whole_states(model: nn.Module, plan: Mapping[str, str], setting: st
     """
     for path, layer in state_layers(model).items():
         for part, _ in layer.named_modules(prefix=path):
-            style = plan.get(wildcard(part), _WHOLE[0])
-            if style not in _WHOLE:
+            style = plan.get(wildcard(part), WHOLE[0])
+            if style not in WHOLE:
                 raise ShardingError(
                     f"{setting}: transformers' plan for {name} cuts {part} ({style}), a part of a layer that carries a "
                     f"state ({type(layer).__name__}), which hone computes whole on every rank; leave it at 1 and use "

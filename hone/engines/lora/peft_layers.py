@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hone.engines.lora.adapter_files import AdapterError, StoredAdapter
 from hone.engines.lora.merging import AdapterLayout
-from hone.engines.lora.targets import Split, Targets, find_targets, stored_targets
+from hone.engines.lora.targets import WHOLE, Split, Targets, find_targets, stored_targets
 from hone.engines.lora.whole_modules import SCORE_MODULE, Whole, check_mesh, file_names, find_whole, wrap
 from hone.engines.settings import LoraConfig
 from hone.models.numerics.precision import plain_name
@@ -86,18 +87,17 @@ class AdapterLayers:
             )
         if targets.short_experts:
             self._check_experts(targets.short_experts[0], split)
-        if split is not None and tensor:
-            self._stamp(model, targets.modules, split)
+        gathered = self._stamp(model, targets.modules, split) if split is not None and tensor else []
         self.peft.target_modules = set(targets.short_modules)
         self.peft.target_parameters = targets.short_experts or None
         self.peft.fan_in_fan_out = any(isinstance(model.get_submodule(path), Conv1D) for path in targets.modules)
         model.requires_grad_(False)
-        with warnings.catch_warnings():  # `_check_found` says it with what to do
+        with _seen_whole(gathered), warnings.catch_warnings():  # `_check_found` says it with what to do
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             tuner = LoraModel(model, self.peft, TRAINED, low_cpu_mem_usage=True)
-        if self.begins_from_weights:
-            tuner.peft_config[INITIAL] = self.peft
-            tuner.inject_adapter(model, INITIAL, low_cpu_mem_usage=True)
+            if self.begins_from_weights:
+                tuner.peft_config[INITIAL] = self.peft
+                tuner.inject_adapter(model, INITIAL, low_cpu_mem_usage=True)
         self.found = list(_found_layers(model))
         self._check_found(targets, name)
         for layer in self.found:
@@ -142,13 +142,14 @@ class AdapterLayers:
                 f"{self._config.key_of('exclude')}=[gate_proj, up_proj, down_proj]"
             )
 
-    def _stamp(self, model: Any, modules: Iterable[str], split: Split) -> None:
-        """Tell PEFT which of the layers tensor parallelism has cut, and how."""
+    def _stamp(self, model: Any, modules: Iterable[str], split: Split) -> list[nn.Module]:
+        """Tell PEFT which of the layers tensor parallelism has cut, and how; return those whose adapter stays whole."""
+        gathered = []
         for path in modules:
             style = split.styles.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
             if style is None:
                 continue
-            if style not in _SPLIT:
+            if style not in (*_SPLIT, *WHOLE):
                 raise AdapterError(
                     f"{self._config.key_of('targets')}: {split.key}.tensor cuts {path} in a way ({style}) that PEFT "
                     f"does not support; exclude it, or leave {split.key}.tensor at 1"
@@ -159,7 +160,11 @@ class AdapterLayers:
                     f"{split.key}.tensor cuts it; leave that at 1, or dora off"
                 )
             layer = model.get_submodule(path)
-            layer._hf_tp_plan, layer._hf_device_mesh = style, split.tensor
+            if style in WHOLE:
+                gathered.append(layer)
+            else:
+                layer._hf_tp_plan, layer._hf_device_mesh = style, split.tensor
+        return gathered
 
     def _prepare(self, module: Any) -> None:
         for parts in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
@@ -220,6 +225,19 @@ class AdapterLayers:
         changes = {"init_lora_weights": word, "target_parameters": None, "fan_in_fan_out": False}
         config = peft.LoraConfig(**{**self.peft.to_dict(), **changes})
         return LoraLinear(base, TRAINED, config=config, r=self.peft.r, lora_alpha=self.peft.lora_alpha)
+
+
+@contextmanager
+def _seen_whole(layers: list[nn.Module]) -> Iterator[None]:
+    """Make the cut weights of these layers look whole to PEFT, which gives its matrices the size of a rank's part."""
+    before = [layer.get_parameter("weight") for layer in layers]
+    for layer, weight in zip(layers, before, strict=True):
+        layer.weight = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, before, strict=True):
+            layer.weight = weight
 
 
 def mistaken_names(model: Any) -> frozenset[str]:

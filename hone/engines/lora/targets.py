@@ -14,6 +14,9 @@ from hone.models.adaptable import last_names, linear_layers, unfit_layers
 from hone.models.four_bit import has
 from hone.registry import unknown
 
+WHOLE = ("colwise_gather_output", "rowwise_split_input")
+"""Tensor-parallel styles of matrices that are cut, and whose inputs and results are whole on every rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
