@@ -28,7 +28,7 @@ from hone.cli.flags import (
     source_of,
     write_run_file,
 )
-from hone.cli.recipe import DEFAULT_KIND, KINDS, load_run
+from hone.cli.recipe import DEFAULT_KIND, KINDS, RUN_FILES, load_run
 from hone.composition import Layer
 from hone.config import ConfigError, build
 from hone.data.columns import PromptReader, SampleReader
@@ -60,6 +60,8 @@ def init(
     teacher: Annotated[str, typer.Option(help="distill: the teacher's folder or hub name")] = "",
 ) -> None:
     """Write a run file for your own data, and check it. In a terminal, hone asks for what no flag gives."""
+    if target.suffix not in RUN_FILES:
+        raise ConfigError(f"{target}: the run file to write ends in {' or '.join(RUN_FILES)}; give data by --data FILE")
     if target.exists():
         raise ConfigError(f"{target} exists; choose another name, or delete it")
     asks = sys.stdin.isatty()
@@ -69,7 +71,9 @@ def init(
     flags = Flags(model, data, reward, teacher, _columns(column or []))
     missing = missing_flags(kind, flags)
     if missing and not asks:
-        raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: hone init --help")
+        named = " and ".join(missing)
+        rewards = "; for --reward see hone list rewards, or give file.py:function" if "--reward" in missing else ""
+        raise ConfigError(f"{named} {'is' if len(missing) == 1 else 'are'} missing: hone init --help{rewards}")
     if missing:
         flags = _asked(kind, flags)
     settings = run_file(kind, flags)

@@ -150,7 +150,8 @@ def test_what_is_missing_is_said(here, capsys):
         (["sft"], "hone sft needs a run file, or --model and --data: hone sft --model PATH --data FILE"),
         (["train", "--model", "m", "--data", "rows.jsonl"], "hone train needs a run file, or --reward: hone train"),
         (["sft", "--model", "m", "--data", "row.jsonl"], "--data: no file row.jsonl; did you mean rows.jsonl?"),
-        (["init", "x.yaml"], "--model and --data and --reward are missing: hone init --help"),
+        (["init", "x.yaml"], "--data and --reward are missing: hone init --help; for --reward see hone list rewards"),
+        (["init", "rows.jsonl"], "rows.jsonl: the run file to write ends in .yaml or .yml; give data by --data FILE"),
     ]:
         assert main(arguments) == 2
         assert expected in said(capsys)[0]
