@@ -58,6 +58,21 @@ def spelled(value: Any) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def in_ascii(text: str) -> str:
+    """The text with digits and signs of ASCII for those of full width and the digits of other scripts.
+
+    >>> in_ascii("４２／３"), in_ascii("٧٢"), in_ascii("5²")
+    ('42/3', '72', '5²')
+    """
+    return text if text.isascii() else "".join(map(_in_ascii, text))
+
+
+def _in_ascii(character: str) -> str:
+    if "！" <= character <= "～":  # of full width
+        return chr(ord(character) - 0xFEE0)
+    return str(unicodedata.decimal(character)) if character.isdecimal() else " " if character == "　" else character
+
+
 def joined(text: str, spaces: bool = True) -> str:
     """The text without what stands between groups of three digits of one number: a space, or one of TeX's.
 
@@ -120,6 +135,20 @@ def marked_number(text: str) -> Fraction | None:
     return None
 
 
+def marks_several(text: str) -> bool:
+    """Return whether the last line with '####' and a number names another number: it is no answer.
+
+    >>> marks_several("#### 5 apples and 3 pears"), marks_several("#### 5, which is right"), marks_several("5 and 3")
+    (True, False, False)
+    """
+    for piece in reversed(text.split(MARKER)[1:]):
+        line = _plain(piece.split("\n", 1)[0]).lstrip()
+        if match := _RUN.match(line):
+            rest = line[match.end() :]
+            return any(character.isdigit() for character in rest) and _JOINING.search(rest) is not None
+    return False
+
+
 def last_number(text: str) -> Fraction | None:
     """The last number in the text, whatever surrounds it; in a list without spaces, such as 1,2,3, its last member.
 
@@ -143,7 +172,7 @@ def last_number(text: str) -> Fraction | None:
 
 def _plain(text: str, spaces: bool = True) -> str:
     """The text without dollar signs and backslashes, with numbers spelled in digits, and without times and powers."""
-    text = joined(text, spaces).replace("{,}", ",").translate(_TEX)
+    text = joined(in_ascii(text), spaces).replace("{,}", ",").translate(_TEX)
     text = _DATE.sub("(date)", _TIME.sub("(time)", text))
     text = _MIXED.sub(_improper, text)
     text = re.sub(f"[{''.join(VULGAR)}]", lambda found: "/".join(VULGAR[found[0]]), text)

@@ -14,22 +14,24 @@ from decimal import Decimal
 from fractions import Fraction
 
 from hone.data.answers import between_tags
-from hone.rewards.answers.words import CLOCK, TEXT, is_word, unwrapped_words
+from hone.rewards.answers.notation import in_latex, matrices, radians, repeating
+from hone.rewards.answers.numerals import dollars_and_cents, signed
+from hone.rewards.answers.units import number, with_unit_in_text
+from hone.rewards.answers.words import CLOCK, unwrapped_words
 from hone.rewards.extraction import VULGAR, joined
 
 _MARKS = re.compile(
-    r"(?P<box>\\{1,4}(?:boxed|fbox|framebox)\s{0,9}\{)|\\{1,4}boxed\s{1,9}(?P<bare>[^\s$,;{}\\]{1,200})|\\.|[{}]",
+    r"(?P<box>(?:\\{1,4}(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed)\s{0,9}\{)|\\{1,4}boxed\s{1,9}(?P<bare>[^\s$,;{}\\]{1,200})|\\.|[{}]",
     re.DOTALL,
 )
 _FINAL = re.compile(r"final answer(?: is|:)", re.IGNORECASE)
 _LONGEST_JOIN = 80  # characters between two boxes of one answer
 _MOST_JOINED = 50
 _MOST_NUMBERS = 200  # in powers of ten, that are spelled out: each can grow to 1,000 digits
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
-_ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
-_TIMES_TEN = re.compile(  # 1.5\times10^{16}
-    r"(?<![\w.,\\^_])(\d{1,40}(?:\.\d{1,40})?)\s?\\(?:times|cdot)\s{0,3}10\s?\^\s?(?:\{\s?(-?\d{1,3})\s?\}|(\d))(?!\s?[\^!\d])"
+_TIMES_TEN = re.compile(  # 1.5\times10^{16}, 1.5 x 10^16, 1.5×10¹⁶
+    r"(?<![\w.,\\^_])(\d{1,40}(?:\.\d{1,40})?)\s?(?:\\(?:times|cdot)|[x×*·])\s{0,3}10\s?"
+    r"(?:\^\s?(?:\{\s?([-−]?\d{1,3})\s?\}|([-−]?\d{1,3}))|([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,4}))(?!\s?[\^!\d⁰¹²³⁴⁵⁶⁷⁸⁹⁻])"
 )
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
@@ -50,35 +52,24 @@ _DOLLARS = re.compile(
     rf"{_MINUS}(?:(?<![\d.,])\\?[$€£]\s?([-−]?[\d,]++(?:\.\d++)?+)|{_AMOUNT}\s?dollars?\b)", re.IGNORECASE
 )
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
-_WITH_UNIT = re.compile(rf"([-+]?\s{{0,9}}(?=[.\d]){_NUMBER})\s{{0,9}}([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
+_TOKEN = re.compile(r"<\|[\w.-]{1,40}\|>")  # a special one, which a response may have kept
+_LABEL = re.compile(  # of the answer itself, in a box
+    r"(\\text\s?\{\s?)?(?:(?:the|my|final|correct)\s){0,3}answer\s?(?:is\b|:|=)\s?:?\s{0,3}(\}\s?)?", re.IGNORECASE
+)
+_STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # x**2; those of bold text stand at the end of a word
+_EAST_ASIAN_LETTER = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+_EAST_ASIAN = re.compile(rf"(?<={_EAST_ASIAN_LETTER})(?=[-\d$\\])|(?<=\d)(?={_EAST_ASIAN_LETTER})")
 _SPELLINGS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
     "°": r"^\circ ",
 })  # fmt: skip
 _VULGAR = {sign: f"\\frac{{{over}}}{{{under}}}" for sign, (over, under) in VULGAR.items()}
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}  # of roots
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _SQUARE = re.compile(r"(?<![\w.,^])(\d++)([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++)")
-_UNITS = {
-    "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
-    "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "l", "litre": "l",
-    "milliliter": "ml", "millilitre": "ml", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
-    "inch": "in", "inche": "in", "feet": "ft", "foot": "ft", "mile": "mi", "pound": "lb", "ounce": "oz", "sq": "square",
-    "dollar": "", "usd": "", "unit": "", "cent": "cent",
-}  # fmt: skip
-_POWERS_OF_UNITS = {"square": "2", "cubic": "3"}
-_POWER_OF_UNIT = re.compile(r"\s?(?:\^\s?\{?([23])\}?)?\s?")
-_SHORT_UNITS = frozenset(_UNITS.values()) | {"mph", "km/h", "m/s", "kmh", "ha", "kw", "hz", "pm", "am"}
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """A number with its unit, "" for none: 5 apples are Quantity(5, "apple")."""
-
-    value: Fraction
-    unit: str
 
 
 def answer_part(response: str) -> str:
@@ -90,7 +81,7 @@ def answer_part(response: str) -> str:
     after = response.rpartition("</think>")[2]
     text = after if after.strip() else response
     tagged = between_tags(text, "answer")
-    return text if tagged is None else tagged
+    return dollars_and_cents(_TOKEN.sub(" ", text if tagged is None else tagged))
 
 
 def after_final(text: str) -> str | None:
@@ -163,20 +154,29 @@ def plain(text: str) -> str:
     >>> plain(r"$\\$32,\\!348.50$."), plain("`3½`"), plain("<b>1.5e3</b>")
     ('32348.50', '3\\\\frac{1}{2}', '1500')
     """
-    text = _TAG.sub(" ", text.replace("**", "").replace("`", " ")).strip()
+    text = _TAG.sub(" ", _STARS.sub("^", text).replace("**", "").replace("`", " ")).strip()
     while (inner := _unwrapped(text)) != text:
         text = inner
+    text = in_latex(signed(_unlabelled(text)))
     text = re.sub(r"\\?[$£€¥₹]|(?<![\d,])\\!|\\!(?!\d)", "", text).replace("¢", " cents")
     text = _CASES.sub(_equations, text)
     text = joined(text)
     text = _fractions(text)
-    text = _REPEATING.sub(_as_fraction, text)
-    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = _REPEATING.sub(_as_fraction, repeating(text))
+    text = _ROOT.sub(lambda found: rf"\sqrt{_DEGREES[found[1]]}{{{found[2] or found[3]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
     text = _spelled_out(text.translate(_SPELLINGS))
     text = text.replace(r"\varnothing", r"\emptyset")
-    text = re.sub(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)", r"^\\circ ", text)
-    return text.strip().removesuffix(".").strip()
+    text = radians(re.sub(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)", r"^\\circ ", text))
+    return with_unit_in_text(text.strip().removesuffix(".").strip())
+
+
+def _unlabelled(text: str) -> str:
+    """The text without "The answer is" before it."""
+    found = _LABEL.match(text)
+    if found is None or found.end() == len(text):
+        return text
+    return text[found.end() : -1] if found[1] and not found[2] and text.endswith("}") else text[found.end() :]
 
 
 def _equations(found: re.Match[str]) -> str:
@@ -195,8 +195,13 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 def _spelled_out(text: str) -> str:
     """Write numbers with powers of ten as digits, which are exact: math-verify has 15 digits of a decimal."""
-    text = _TIMES_TEN.sub(lambda one: format(Decimal(f"{one[1]}e{one[2] or one[3]}"), "f"), text, count=_MOST_NUMBERS)
+    text = _TIMES_TEN.sub(_digits, text, count=_MOST_NUMBERS)
     return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text, count=_MOST_NUMBERS)
+
+
+def _digits(found: re.Match[str]) -> str:
+    power = (found[2] or found[3] or found[4].translate(_POWERS)).replace("−", "-")
+    return format(Decimal(f"{found[1]}e{power}"), "f") if power.rpartition("-")[2] else found[0]
 
 
 def is_money(text: str) -> bool:
@@ -243,7 +248,7 @@ def prose(text: str) -> str:
     if len(re.findall(r"(?<!\\)\$", text)) % 2:  # not all of them can surround formulas: those before numbers are money
         text = re.sub(r"\$(?=\s?\d)", "", text)
     text = joined(text)
-    text = _spelled_out(text.replace("−", "-"))
+    text = _spelled_out(signed(matrices(_EAST_ASIAN.sub(" ", text.replace("−", "-")))))
     text = re.sub(
         rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text
     )
@@ -251,19 +256,6 @@ def prose(text: str) -> str:
     text = _PERCENT.sub(_percent, _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text))
     text = _SQUARE.sub(lambda one: f" ${one[1]}^{{{one[2].translate(_POWERS)}}}$ ", text)
     return CLOCK.sub(" (a time) ", text)
-
-
-def number(text: str) -> Fraction | None:
-    """The number that a plain text is, exactly; None if it is anything else.
-
-    >>> number("-1,000.5"), number("1e-05"), number("3/4")
-    (Fraction(-2001, 2), Fraction(1, 100000), None)
-    """
-    found = _ONE_NUMBER.fullmatch(text.strip())
-    if found is None or not any(character.isdigit() for character in found[2]):
-        return None
-    value = Fraction(Decimal(found[2].replace(",", "")))
-    return -value if found[1] == "-" else value
 
 
 def percentage(text: str) -> Fraction | None:
@@ -284,48 +276,6 @@ def base_of(text: str) -> str:
     """
     found = _BASED.fullmatch(text)
     return found[1] if found else ""
-
-
-def quantity(text: str) -> Quantity | None:
-    """A number with a unit in words; None for anything else, also for a product such as 2x.
-
-    >>> quantity(r"10\\text{ cm}^2"), quantity("5 apples"), quantity("2x")
-    (Quantity(value=Fraction(10, 1), unit='cm2'), Quantity(value=Fraction(5, 1), unit='apple'), None)
-    """
-    value = number(text)
-    if value is not None:
-        return Quantity(value, "")
-    written = bool(TEXT.search(text))
-    found = _WITH_UNIT.fullmatch(unwrapped_words(text.replace(r"^\circ", " degrees")))
-    if found is None or (value := number(found[1])) is None:
-        return None
-    words = [_unit(word) for word in re.split(r"[\s-]+", found[2].strip(" .-")) if word]
-    if len(words) == 2 and words[0] in _POWERS_OF_UNITS and words[1] and not found[3]:
-        return Quantity(value, words[1] + _POWERS_OF_UNITS[words[0]])
-    if not written and not all(is_word(word) or word.casefold() in _SHORT_UNITS for word in found[2].split()):
-        return None
-    return Quantity(value, " ".join(filter(None, words)) + (found[3] or ""))
-
-
-def unit_at_the_end(text: str) -> str:
-    """The unit of measurement in `\\text{...}` at the end of a formula, "" for none.
-
-    >>> unit_at_the_end(r"2\\sqrt{3}\\text{ cm}^2"), unit_at_the_end(r"2\\text{ apples}")
-    ('cm2', '')
-    """
-    opened = text.rfind("\\")
-    found = TEXT.match(text, opened) if opened > 0 else None
-    rest = _POWER_OF_UNIT.fullmatch(text[found.end() :]) if found else None
-    words = [_unit(word) for word in found[1].split()] if found and rest else []
-    if len(words) == 2 and words[0] in _POWERS_OF_UNITS:
-        return words[1] + _POWERS_OF_UNITS[words[0]] if words[1] in _SHORT_UNITS else ""
-    return words[0] + (rest[1] or "") if len(words) == 1 and rest and words[0] in _SHORT_UNITS - {""} else ""
-
-
-def _unit(word: str) -> str:
-    word = word.casefold().strip(".'")
-    single = word.removesuffix("s") if len(word) > 2 else word
-    return _UNITS.get(word, _UNITS.get(single, single))
 
 
 def clock_or_ratio(text: str) -> tuple[int, ...] | None:
@@ -359,7 +309,6 @@ def _percent(found: re.Match[str]) -> str:
 
 
 __all__ = [
-    "Quantity",
     "after_final",
     "answer_part",
     "base_of",
@@ -368,10 +317,7 @@ __all__ = [
     "clock_or_ratio",
     "dollars_at_the_end",
     "is_money",
-    "number",
     "percentage",
     "plain",
     "prose",
-    "quantity",
-    "unit_at_the_end",
 ]

@@ -23,12 +23,17 @@ from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Basic, Expr, Mul, Pow, Product, Rational, Set, Symbol, factorial
+from sympy import Basic, Expr, Float, I, Mul, Pow, Product, Rational, Set, Symbol, factorial
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
+from hone.rewards.answers.choices import choice, chosen, letters_of_options
 from hone.rewards.answers.inequalities import inequality_at_the_end, solutions
-from hone.rewards.answers.words import clocks, dates, has_numbers_and_names, is_words, letters, words
-from hone.rewards.extraction import joined, spelled
+from hone.rewards.answers.notation import named_set
+from hone.rewards.answers.numerals import dollars_and_cents, in_digits, scaled
+from hone.rewards.answers.times import time_of_day, times
+from hone.rewards.answers.units import Quantity, number, quantity, unit_at_the_end
+from hone.rewards.answers.words import clocks, dates, has_numbers_and_names, is_words, letters, unwrapped_words, words
+from hone.rewards.extraction import in_ascii, joined, spelled
 from hone.rewards.formulas import (
     after_final,
     answer_part,
@@ -38,13 +43,10 @@ from hone.rewards.formulas import (
     clock_or_ratio,
     dollars_at_the_end,
     is_money,
-    number,
     percentage,
     placed_boxes,
     plain,
     prose,
-    quantity,
-    unit_at_the_end,
 )
 
 # math-verify's own timeouts would score a comparison as wrong that is late because the machine is busy, so they are off
@@ -76,10 +78,10 @@ def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     number; in tags `<answer>` if the response has them, and after its thoughts. The ground truth is a number, or text:
     LaTeX with or without `$` or `\\boxed`, a plain expression, or words, which are compared as words.
     """
-    truth = _expected(spelled(ground_truth))
+    truth = _expected(dollars_and_cents(in_ascii(spelled(ground_truth))))
     try:
         with _limited():
-            return float(_is_right(truth, joined(answer_part(response))))
+            return float(_is_right(truth, joined(in_ascii(answer_part(response)))))
     except _TooMuch:
         return 0.0
 
@@ -92,7 +94,7 @@ def _is_right(truth: Truth, answer: str) -> bool:
         contents = [content for content, _ in boxed]
         candidates = [contents[-1], *([", ".join(contents)] if len(contents) > 1 else [])]
         return any(_equal(truth, plain(one), is_money(one)) for one in candidates)
-    if "\\boxed{" in answer:
+    if "boxed{" in answer:
         return False  # the answer breaks off within its box
     return _answers(truth, answer)
 
@@ -129,15 +131,18 @@ def _limited() -> Iterator[None]:
 @functools.lru_cache(maxsize=1024)
 def _expected(text: str) -> Truth:
     """The ground truth as one formula, or, of a sentence, the formulas in it. Raises ValueError for no mathematics."""
-    boxed = boxes(text)
-    whole = plain(", ".join(boxed) if boxed else text)
-    if boxed or not any(mark in whole for mark in DELIMITERS):
-        truth = Truth(whole, () if _is_text(whole) else _formula(whole), is_money(text))
-    else:
-        truth = Truth(text.strip(), _parse(prose(text)))
+    truth = _truth(text)
     if not truth.text or not (truth.parsed or _is_text(truth.text)):
         raise ValueError(f"the ground truth should contain a mathematical expression, found {text[:80]!r}")
     return truth
+
+
+def _truth(text: str) -> Truth:
+    boxed = boxes(text)
+    whole = plain(", ".join(boxed) if boxed else text)
+    if boxed or not any(mark in whole for mark in DELIMITERS):
+        return Truth(whole, () if _is_text(whole) else _formula(whole), is_money(text))
+    return Truth(text.strip(), _parse(prose(text)))
 
 
 def _is_text(text: str) -> bool:
@@ -152,25 +157,79 @@ def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
         return False
     if words(truth.text) == words(answer):
         return True
-    expected, found = quantity(truth.text), quantity(answer)
+    if (by_name := _named(truth, answer)) is not None:
+        return by_name
+    expected, found = _quantities(truth.text, answer)
     if expected is not None and found is not None:
         if truth.money != money and (found if truth.money else expected).unit == "cent":
             cents, dollars = (found, expected) if truth.money else (expected, found)
             return _near(dollars.value, cents.value / 100)
-        same_unit = not found.unit or not expected.unit or found.unit == expected.unit
-        return same_unit and _near(expected.value, found.value)
+        is_product = expected.may_be_product and not found.unit
+        return not is_product and any(_near(*pair) for pair in expected.values(found))
+    if expected is not None and expected.value.denominator > 1 and answer.count(",") == 1:
+        comma = number(answer.replace(",", "."))  # 0,5 is 0.5 to those who write a comma
+        if comma is not None and comma == expected.value:
+            return True
     for exact, share in ((expected, percentage(answer)), (found, percentage(truth.text))):
         if exact is not None and share is not None and exact.unit in ("", "percent"):  # 12.5% is 12.5, and 0.125
             return _near(exact.value, share) or (not exact.unit and _near(exact.value, share / 100))
     if len({base_of(truth.text), base_of(answer)} - {""}) > 1:
         return False  # which math-verify does not read
     if _is_text(truth.text):
-        times = clock_or_ratio(truth.text)
-        return times is not None and times == clock_or_ratio(answer)
+        return _same_ratio(truth.text, answer)
     if is_words(answer) and (dates(answer) or (clocks(answer) and ":" not in truth.text)):
         return False  # 12:30 is not 2/5, and a date no difference
     units = {unit_at_the_end(truth.text), unit_at_the_end(answer)} - {""}
-    return len(units) < 2 and (_verified(truth, _formula(answer)) or _same_solutions(truth, answer))
+    if len(units) > 1:
+        return False
+    if truth.text.startswith(r"\{") and answer[:1] in ("(", "["):
+        return False  # an interval or a tuple, which math-verify takes for the set of its two numbers
+    return _verified(truth, _formula(answer)) or _same_solutions(truth, answer)
+
+
+def _named(truth: Truth, answer: str) -> bool | None:
+    """Return whether answers are equal that have a name: a time, the letter of an option, all real numbers.
+
+    None if they are none of these.
+    """
+    ours, theirs = (time_of_day(unwrapped_words(text)) for text in (truth.text, answer))
+    if ours is not None and theirs is not None:
+        return ours.equals(theirs)
+    option, given = choice(truth.text), choice(answer)
+    if option is not None and given is not None:
+        return option.letter == given.letter and _equal(_truth(option.says), plain(given.says))
+    if given is not None:
+        return words(truth.text) == given.letter.lower() or _equal(truth, plain(given.says))
+    if option is not None:
+        return words(answer) == option.letter.lower() or _equal(_truth(option.says), answer)
+    if letters_of_options(truth.text) and letters_of_options(answer):
+        return letters_of_options(truth.text) == letters_of_options(answer)
+    sets = [named_set(words(text)) for text in (truth.text, answer)]
+    if not any(sets):
+        return None
+    return _verified(_truth(sets[0]) if sets[0] else truth, _formula(sets[1] or answer))
+
+
+def _quantities(truth: str, answer: str) -> tuple[Quantity | None, Quantity | None]:
+    """Both texts as numbers with a unit; numbers in words count if the other text is in digits."""
+    expected, found = quantity(truth), quantity(answer)
+    if expected is not None and found is None:
+        found = quantity(in_digits(unwrapped_words(answer)))
+    elif found is not None and expected is None:
+        expected = quantity(in_digits(unwrapped_words(truth)))
+        if expected is not None and expected.unit != found.unit:
+            return None, found  # Seven Samurai is not 7
+    return expected, found
+
+
+def _same_ratio(truth: str, answer: str) -> bool:
+    """Return whether an answer is a ratio: 2:3 is 4:6 and 2/3, but 12:30 may be a time."""
+    ours, theirs = clock_or_ratio(truth), clock_or_ratio(answer)
+    if ours is None or len(ours) != 2 or not ours[1] or clocks(truth) or clocks(answer):
+        return ours is not None and ours == theirs
+    if theirs is not None:
+        return len(theirs) == 2 and ours[0] * theirs[1] == ours[1] * theirs[0]
+    return not is_words(answer) and _verified(_truth(f"{ours[0]}/{ours[1]}"), _formula(answer))
 
 
 def _answers(truth: Truth, response: str) -> bool:
@@ -185,11 +244,12 @@ def _answers(truth: Truth, response: str) -> bool:
             return _near(value, cents / 100)
         if (dollars := dollars_at_the_end(response)) is not None:
             return _near(value, dollars)
-    if clock_or_ratio(truth.text) is not None and clocks(truth.text):
-        found = clocks(response)
-        return bool(found) and clock_or_ratio(found[-1]) == clock_or_ratio(truth.text)
+    time = time_of_day(unwrapped_words(truth.text))
+    if time is not None:
+        found = times(response)
+        return bool(found) and time.equals(found[-1])
     if (_is_text(truth.text) or len(words(truth.text)) == 1) and any(
-        words(plain(one)) == words(truth.text) for one in _said(response)
+        _is_said(truth, plain(one)) for one in _said(response)
     ):
         return True
     if _is_text(truth.text):
@@ -197,9 +257,22 @@ def _answers(truth: Truth, response: str) -> bool:
     said = inequality_at_the_end(_last_line(response))
     if said is not None and not _after_answer(response):
         return _equal(truth, plain(said))
-    if _verified(truth, _parse(prose(response))):
+    written = prose(response)
+    if any(_verified(truth, _parse(text)) for text in dict.fromkeys((written, scaled(written)))):
         return True
-    return expected is None and any(_equal(truth, plain(one)) for one in _after_answer(response))
+    said_so = [plain(one) for one in _after_answer(response)]
+    return any(_equal(truth, one) for one in said_so if expected is None or choice(one) or _has_no_digit(one))
+
+
+def _is_said(truth: Truth, text: str) -> bool:
+    """Return whether a plain text is a truth in words, or the option of its letter."""
+    option = choice(text)
+    letter = option.letter if option else chosen(text)
+    return words(text) == words(truth.text) or letter.lower() == words(truth.text)
+
+
+def _has_no_digit(text: str) -> bool:
+    return not any(map(str.isdigit, text))
 
 
 _BEFORE = ("answer is", "answer:", "Answer:", "option is", "choice is")
@@ -233,13 +306,28 @@ def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
     """Return whether math-verify finds them equal. A comparison that fails shows no equality."""
     if any(isinstance(one, Basic) and _digits(one) > MOST_DIGITS for one in found):
         return False
-    if not verify(list(truth.parsed), list(found), timeout_seconds=None, allow_set_relation_comp=True):
-        return False
+    expected = truth.parsed
+    if not verify(list(expected), list(found), timeout_seconds=None, allow_set_relation_comp=True):
+        expected, found, before = _exact(expected), _exact(found), (expected, found)
+        if (expected, found) == before or not verify(list(expected), list(found), timeout_seconds=None):
+            return False
     ours, theirs = _cases(truth.parsed, found), _cases(found, truth.parsed)
     if ours != theirs and not (ours ^ theirs == {"c", "C"} and "C" in ours and _is_integral(truth.parsed)):
         return False
-    pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
+    pairs = [(one, other) for one in expected for other in found if not {type(one), type(other)} & {str}]
     return any(_same_size(one, other) for one, other in pairs) or not pairs
+
+
+def _exact(parsed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Formulas with fractions for decimals, and the imaginary unit for `i`, which math-verify reads as a variable."""
+    return tuple(
+        one.xreplace({decimal: Rational(str(decimal)) for decimal in one.atoms(Float)}).subs(
+            {symbol: I for symbol in one.free_symbols if str(symbol) == "i"}
+        )
+        if isinstance(one, Basic)
+        else one
+        for one in parsed
+    )
 
 
 def _cases(parsed: tuple[Any, ...], other: tuple[Any, ...]) -> set[str]:

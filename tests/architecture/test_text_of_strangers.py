@@ -28,7 +28,12 @@ from hone.envs.tool_calls import split_thought
 from hone.processes.frames import _decode, _deepest
 from hone.processes.untrusted_json import parse_json
 from hone.rewards import REWARDS
+from hone.rewards.answers.choices import choice, chosen, letters_of_options
 from hone.rewards.answers.inequalities import conditions, inequality_at_the_end
+from hone.rewards.answers.notation import named_set, radians
+from hone.rewards.answers.numerals import in_digits, scaled
+from hone.rewards.answers.times import times
+from hone.rewards.answers.units import quantity, unit_at_the_end
 from hone.rewards.answers.words import clocks, has_numbers_and_names, is_words, letters, words
 from hone.rewards.code import last_block
 from hone.rewards.exact_match import exact_match
@@ -45,8 +50,6 @@ from hone.rewards.formulas import (
     percentage,
     plain,
     prose,
-    quantity,
-    unit_at_the_end,
 )
 from hone.rewards.gsm8k import gsm8k
 from hone.rewards.judge import preference_in
@@ -108,6 +111,14 @@ def _formulas(text: str) -> None:
         inequality_at_the_end,
         has_numbers_and_names,
         letters,
+        choice,
+        chosen,
+        letters_of_options,
+        named_set,
+        radians,
+        in_digits,
+        scaled,
+        times,
     ):
         read(text)
 
@@ -150,6 +161,31 @@ READERS: dict[str, Reader] = {
                 "1\\times10^",
                 "1.1\\times10^{1}",
                 "a.m. ",
+                *(
+                    "[[1],",
+                    "[1],",
+                    "]1,2[",
+                    "1^\\circ",
+                    "\\sin 1^\\circ",
+                    "1.1\\dot1",
+                    "1.1(1)",
+                    "1.111",
+                    "pi",
+                    "A) ",
+                    "A, ",
+                ),
+                *("\\color{a}", "\\bf", "one ", "1 million ", "minus 1 ", "is minus ", "1:11 ", "<|a|>", "answer is "),
+                *(
+                    "1 dollar and 1 cent",
+                    "答1",
+                    "\\frac{\\text{m}}{",
+                    " cm",
+                    "m/",
+                    "x**",
+                    "2 x 10^",
+                    "option A",
+                    "\\mathbb R",
+                ),
             ),
         ),
     ),
@@ -192,6 +228,23 @@ TRIED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("_SCIENTIFIC", "_POWER", "_GAPS", "_GROUPS", "_UNDER"), "reward gsm8k"),
         **dict.fromkeys(("_UNIT", "_JOINING", "2 without a name"), "numbers alone"),
     },
+    "hone/rewards/answers/choices.py": dict.fromkeys(("_OPTION", "_ANOTHER", "_LETTERS", "_CHOSEN"), "formulas"),
+    "hone/rewards/answers/notation.py": dict.fromkeys(
+        (
+            *("_LOOKS", "_ROWS", "_ONE_ROW", "_INTERVAL", "_FUNCTION", "_PARTS", "_DEGREES", "_DOTTED"),
+            *("_IN_BRACKETS", "_GOES_ON", "_PI", "_MATHBB", "_NAMED"),
+        ),
+        "formulas",
+    ),
+    "hone/rewards/answers/numerals.py": dict.fromkeys(("_SCALED", "_DOLLARS_AND_CENTS", "_WORD", "_SIGN"), "formulas"),
+    "hone/rewards/answers/times.py": {"_TIME": "formulas"},
+    "hone/rewards/answers/units.py": dict.fromkeys(
+        (
+            *("_ONE_NUMBER", "_WITH_UNIT", "_SPACES", "_BRACES", "_FRACTION", "_AT_THE_END", "_TOKEN"),
+            "_POWER_OF_UNIT",
+        ),
+        "formulas",
+    ),
     "hone/rewards/answers/inequalities.py": dict.fromkeys(
         ("_SIGNS", "_THOUSANDS", "_UNEQUAL", "_WRITTEN_SIGNS", "_BUILDER", "_JOINED"), "formulas"
     ),
@@ -202,10 +255,8 @@ TRIED: dict[str, dict[str, str]] = {
         (
             *(
                 "_MARKS",
-                "_ONE_NUMBER",
                 "_SCIENTIFIC",
                 "_SQUARE",
-                "_POWER_OF_UNIT",
                 "_RATIO",
                 "_MIXED",
                 "_MIXED_PERCENT",
@@ -214,17 +265,20 @@ TRIED: dict[str, dict[str, str]] = {
                 "_BASED",
                 "_PERCENT",
                 "_TAG",
+                "_TOKEN",
+                "_LABEL",
+                "_STARS",
+                "_EAST_ASIAN",
             ),
             *(
                 "_CASES",
                 "_MONEY",
                 "_CENTS",
                 "_DOLLARS",
-                "_WITH_UNIT",
                 "_ROOT",
                 "_RAISED",
                 "_FINAL",
-                "11 without a name",
+                "10 without a name",
             ),
         ),
         "formulas",

@@ -54,7 +54,8 @@ math_module = sys.modules[math.__module__]
         ("#### 3:30", None),
         ("#### 1,00", None),
         ("#### 1.2.3", None),
-        ("#### ٧٢", None),
+        ("#### ٧٢", "72"),
+        ("#### ４２", "42"),
         ("", None),
     ],
 )
@@ -120,6 +121,9 @@ def test_gsm8k_compares_decimals_exactly():
     assert gsm8k("the answer is 72", "48+24=<<48+24=72>>72\n#### 72", {}, extraction="flexible") == 1.0
     assert gsm8k("#### 72\nNext question: 5", 72, {}) == 1.0
     assert gsm8k("", 0, {}) == 0.0
+    for number in (3, 5):
+        assert gsm8k("#### 5 apples and 3 pears", number, {}) == gsm8k("#### 5 or 3", number, {}) == 0.0
+    assert gsm8k("#### 5 apples, and that is all", 5, {}) == 1.0
 
 
 @pytest.mark.parametrize("truth", [
@@ -370,6 +374,69 @@ MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
         (r"\boxed{10\text{ centimeters}}", "10 cm", 1.0),
         (r"\boxed{90}", r"90^\circ", 1.0),
         (r"\boxed{50\%}", "0.5", 1.0),
+        (r"\boxed{5000 m}", "5 km", 0.0),
+        (r"\boxed{5\text{ hrs}}", "5 hours", 1.0),
+        (r"\boxed{5\ \mathrm{m\,s^{-1}}}", "5 m/s", 1.0),
+        (r"\boxed{60 \text{ miles per hour}}", "60 mph", 1.0),
+        (r"\boxed{10 m/s^2}", "10 m/s", 0.0),
+        (r"\boxed{100π cm²}", r"100\pi", 1.0),
+        (r"\boxed{6}", "6s", 0.0),
+        (r"\boxed{25°F}", "25", 1.0),
+        # numbers in words
+        (r"\boxed{5 million}", "5000000", 1.0),
+        (r"\boxed{3 thousand}", "3 million", 0.0),
+        ("It is 1.5 million.", "1500000", 1.0),
+        (r"\boxed{\text{five}}", "5", 1.0),
+        ("The answer is twenty-one.", "21", 1.0),
+        (r"\boxed{7}", "Seven Samurai", 0.0),
+        ("The answer is minus 5.", "-5", 1.0),
+        (r"\boxed{12 dollars and 5 cents}", r"\$12.05", 1.0),
+        (r"\boxed{\text{any real number}}", r"\mathbb R", 1.0),
+        (r"\boxed{\emptyset}", r"\text{no solution}", 1.0),
+        # other spellings of a formula
+        (r"\boxed{[[1,2],[3,4]]}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1.0),
+        (r"\boxed{[[1,3],[2,4]]}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 0.0),
+        ("The matrix is [[1, 2], [3, 4]].", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1.0),
+        (r"\boxed{e^{i\pi}}", "-1", 1.0),
+        (r"\boxed{e^{i\pi}}", "1", 0.0),
+        (r"\boxed{\sin 30^\circ}", "1/2", 1.0),
+        (r"\boxed{-0.98803162}", r"\sin 30^\circ", 0.0),
+        (r"\boxed{]1;2]}", "(1,2]", 1.0),
+        (r"\boxed{]1;2]}", "[1,2]", 0.0),
+        (r"\boxed{(0,1)}", r"\{0,1\}", 0.0),
+        (r"\boxed{\langle 1,2\rangle}", "(1,2)", 1.0),
+        (r"\boxed{0.1\dot{6}}", "1/6", 1.0),
+        (r"\boxed{0.333...}", "1/3", 1.0),
+        (r"\boxed{2^{0.5}}", r"\sqrt2", 1.0),
+        (r"\boxed{x**2+1}", "x^2+1", 1.0),
+        (r"\boxed{\color{red}{42}}", "42", 1.0),
+        (r"\boxed{∛2}", r"\sqrt[3]{2}", 1.0),
+        (r"\boxed{0,5}", "0.5", 1.0),
+        (r"\boxed{5,0}", "0.5", 0.0),
+        (r"\boxed{4:6}", "2:3", 1.0),
+        (r"\boxed{3:2}", "2:3", 0.0),
+        ("It is 3 x 10^8.", "3e8", 1.0),
+        (r"\boxed{４２}", "42", 1.0),
+        ("答案是４２。", "42", 1.0),
+        ("So it is 42 <|im_end|>", "42", 1.0),
+        ("So boxed{42}.", "42", 1.0),
+        ("So boxed{42", "42", 0.0),
+        (r"\boxed{\text{The answer is 42}}", "42", 1.0),
+        # options
+        ("Answer: B) 42", "42", 1.0),
+        ("Answer: B) 42", "B", 1.0),
+        ("Answer: B) 42", "A", 0.0),
+        (r"\boxed{B}", r"\textbf{(B)}\ 42", 1.0),
+        (r"\boxed{\textbf{(C)}\ 42}", r"\textbf{(B)}\ 42", 0.0),
+        (r"\boxed{A) 1 or B) 2}", "A", 0.0),
+        ("So I choose option C.", "C", 1.0),
+        (r"\boxed{A, B and D}", "ABD", 1.0),
+        # times of a day
+        (r"\boxed{9:00\text{ AM}}", "9:00", 1.0),
+        (r"\boxed{9:00}", "9:00 PM", 1.0),
+        (r"\boxed{9:00\text{ PM}}", "9:00 AM", 0.0),
+        (r"\boxed{21:00}", "9 p.m.", 1.0),
+        ("It starts at 9 AM.", "9:00 AM", 1.0),
         # numbers of JSON, exactly
         (r"\boxed{0.00001}", 1e-05, 1.0),
         ("it is 1e-5", 1e-05, 1.0),
