@@ -204,8 +204,10 @@ def _print(
     for line in _time(found):
         console.print(line, soft_wrap=True)
     console.print(batch_table(rows))
-    if best is not None:
+    if best:
         console.print(search_table(best, machine))
+    elif best is not None:
+        console.print(f"No mapping to {machine} fits; take more devices, or what lowers the peak, as said above")
 
 
 def _devices(found: Forecast) -> Iterator[str]:

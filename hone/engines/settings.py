@@ -151,6 +151,7 @@ class BackendSettings(Choice):
     """Settings that only one engine has; each backend derives its own from this class."""
 
     computes_here: ClassVar[bool] = True  # False: a service holds the model, and needs no memory of these devices
+    dimensions: ClassVar[tuple[str, ...]] = ()  # numbers of `parallel` that `hone plan --search` may choose
 
     def alone(self) -> BackendSettings:
         """The same settings for one process, whatever number of ranks the model was trained on."""

@@ -93,6 +93,13 @@ class Anatomy:
         return sum(count * rank * (inputs + outputs) for _, count, inputs, outputs in self.linear)
 
     @property
+    def routed_parameters(self) -> int:
+        """Parameters of all routed experts."""
+        return min(
+            self.expert_layers * self.experts * 3 * self.hidden * self.expert_width, self.parameters - self.embedding
+        )
+
+    @property
     def linear_parameters(self) -> int:
         """Parameters of every linear layer but the head, without biases."""
         return sum(count * inputs * outputs for _, count, inputs, outputs in self.linear)

@@ -89,8 +89,15 @@ def static(role: Role) -> Static:
         weights = bits + (role.stored + copy) * share + role.computed * -(-others // devices)
         return Static(weights, role.computed * matrix + outside, gradients, optimizer)
     weights = (role.stored + copy) * share + role.computed * -(-frozen // devices)
-    gathered = role.computed * 2 * anatomy.largest_layer // role.layout.tensor if devices > 1 else 0
+    gathered = role.computed * 2 * _largest_on_a_rank(role) if devices > 1 else 0
     return Static(weights, gathered + outside // role.layout.tensor, gradients, optimizer)
+
+
+def _largest_on_a_rank(role: Role) -> int:
+    """Parameters of the largest layer that a rank computes with: its part of the matrices, and its experts."""
+    anatomy, layout = role.anatomy, role.layout
+    routed = min(anatomy.routed_parameters // max(anatomy.expert_layers, 1), anatomy.largest_layer)
+    return (anatomy.largest_layer - routed) // layout.tensor + routed // max(layout.expert, layout.tensor)
 
 
 def _static_of_whole(role: Role) -> Static:
@@ -112,8 +119,7 @@ def held(role: Role, parameters: int, experts: int = 0) -> int:
     anatomy, layout = role.anatomy, role.layout
     if not layout.whole or parameters != anatomy.parameters:
         return -(-parameters // layout.holders)
-    body = parameters - anatomy.embedding
-    routed = min(anatomy.expert_layers * anatomy.experts * 3 * anatomy.hidden * anatomy.expert_width, body)
+    body, routed = parameters - anatomy.embedding, anatomy.routed_parameters
     end = anatomy.embedding // (2 if layout.pipeline > 1 and not anatomy.tied else 1)  # tied: both ends have a copy
     split = -(-(body - routed) // layout.tensor) - (-routed // (experts or layout.expert))
     return -(-split // layout.pipeline) - (-end // layout.tensor)

@@ -5,7 +5,10 @@ prefill         two operations per weight and token     / operations per second
 training        forward 2, backward 4 operations per weight and token, a second forward with checkpointing;
                 forwards of the other roles; attention grows with the length
 optimizer       weights, gradients and state once       / memory speed
-sharded ranks   weights twice per micro-batch, gradients once  / link
+sharded ranks   weights twice per micro-batch, gradients once  / link; of experts the ranks' own
+tensor ranks    sums of the hidden states after attention and MLP, in each pass over a layer   / link
+sequence ranks  queries, keys, values and outputs in each pass over a layer                    / link
+expert ranks    hidden states to the chosen experts and back                                   / link
 ZeRO-1          gradients and weights once per update          / link
 pipeline        stages wait while the first micro-batch comes and the last one leaves
 sync            weights once                            / link
@@ -45,6 +48,7 @@ class Load:
     server_devices: int = 1  # of one server
     serving_width: int = 2  # bytes of a number of its weights and cache
     link_is_network: bool = False
+    node_devices: int = 8  # ranks that share the fast link
 
 
 def forward_operations(anatomy: Anatomy, length: float, scored: bool = True) -> float:
@@ -74,7 +78,9 @@ def costs_of(device: Device, passes: Sequence[Pass], load: Load) -> Costs:
         decode_s=touched / reading / served + device.decode_overhead_s,
         decode_row_s=max(row_bytes / reading, row_work) / served,
         prefill_token_s=row_work / served,
-        train_token_s=sum(_token_s(one, load.sequence_tokens, speed, device) for one in passes),
+        train_token_s=sum(
+            _token_s(one, load.sequence_tokens, speed, device) + _exchange_s(one, load, device) for one in passes
+        ),
         train_step_s=sum(_step_s(one, load, device) for one in passes),
         copy_s=0.0,
         send_s=weights / link,
@@ -92,6 +98,27 @@ def _token_s(one: Pass, length: float, speed: float, device: Device) -> float:
     )
 
 
+def _exchange_s(one: Pass, load: Load, device: Device) -> float:
+    """Seconds per token that the ranks of one copy exchange activations, for one device as `_token_s`."""
+    role, layout, anatomy = one.role, one.role.layout, one.role.anatomy
+    tensor, sequence, expert = layout.tensor, layout.sequence, layout.expert
+
+    def seconds(numbers: float, ranks: int) -> float:
+        link = device.link_gb_s if ranks <= load.node_devices else device.network_gb_s
+        return role.computed * numbers / (link * 1e9)
+
+    sums = 2 * 2 * (tensor - 1) * anatomy.hidden * anatomy.layers
+    shapes = sum((one.heads + one.kv_heads) * (one.key_size + one.value_size) for one in anatomy.attention)
+    copies = 1 if layout.between else tensor  # tensor ranks that do not share tokens send each to its experts
+    sent = 2 * anatomy.experts_per_token * anatomy.hidden * anatomy.expert_layers * copies * (expert - 1) / expert
+    passes = one.forwards + one.epochs * (2 + role.recompute)
+    return passes * (
+        seconds(sums, tensor)
+        + seconds(shapes * (sequence - 1) / sequence, tensor * sequence)
+        + seconds(sent, max(expert, tensor))
+    )
+
+
 def _step_s(one: Pass, load: Load, device: Device) -> float:
     """The optimizer's reading and writing, and the exchange of sharded weights and gradients."""
     size, role = static(one.role), one.role
@@ -103,7 +130,9 @@ def _step_s(one: Pass, load: Load, device: Device) -> float:
     if role.layout.whole:
         moved = size.gradients + role.computed * held(role, role.learnt)  # scatter gradients, gather weights
         return update_s + (updates * moved / link if role.layout.updaters > role.layout.holders else 0.0)
-    whole = role.computed * role.anatomy.parameters / role.layout.tensor
+    routed, tensor = role.anatomy.routed_parameters, role.layout.tensor
+    gathered = (role.anatomy.parameters - routed) / tensor + routed / max(role.layout.expert, tensor)
+    whole = role.computed * gathered
     rounds = one.forwards * load.microbatches + one.epochs * load.microbatches * 3  # gather twice, scatter once
     return update_s + rounds * whole / link / 2  # half of it overlaps with the computation
 

@@ -65,6 +65,22 @@ def test_the_search_gives_overrides_that_load(capsys):
         load_recipe(Path(RECIPE), [f"{key}={str(value).lower()}" for key, value in one["overrides"].items()])
 
 
+def test_the_search_tries_the_dimensions_that_the_engine_has_and_says_when_nothing_fits(capsys, tmp_path):
+    arguments = ["recipes/moe/grpo.yaml", "actor.backend.parallel.tensor=2", "--lengths", "constant:4", "--search"]
+    _, found = planned(capsys, *arguments, "--devices", "4xH100")
+    tried = [one["overrides"] for one in found["search"]]
+    assert all(one["actor.backend.parallel.tensor"] == 1 for one in tried[:1])  # takes back what is set
+    keys = {key for one in tried for key in one}
+    assert {"actor.backend.parallel.expert", "runtime.backend.pools.rollout.devices"} <= keys
+    assert "actor.backend.parallel.pipeline" not in keys
+    mappings = [{key: value for key, value in one.items() if key != "asynchrony.staleness"} for one in tried]
+    assert [one for place, one in enumerate(mappings) if one in mappings[:place]] == []
+    facts = tmp_path / "facts.yaml"
+    facts.write_text(f"Small: {SMALL.replace('0.05', '0.0005')}\n")
+    assert main(["plan", *arguments, "--devices", "4xSmall", "--device-facts", str(facts)]) == 1
+    assert "No mapping to 4xSmall fits" in capsys.readouterr().out
+
+
 def test_supervised_runs_have_a_plan_too(capsys):
     assert main(["plan", "recipes/sft/chat.yaml", "--devices", "8xH100", "--nodes", "2"]) == 0
     shown = capsys.readouterr().out

@@ -9,6 +9,7 @@ from hone.config import ConfigError
 from hone.planner.devices import Machine, known_devices, measured_cpu, parse_devices, this_machine
 from hone.planner.roofline import Load, Pass, costs_of, forward_operations
 from hone.platforms.base import current_platform
+from hone.platforms.layout import Layout
 from tests.planner.test_memory import ACTOR, ANATOMY
 
 FACTS = "memory_gib: 10, tflops: 1, memory_gb_s: 100, link_gb_s: 10, network_gb_s: 1"
@@ -90,3 +91,37 @@ def test_costs_by_hand(tmp_path):
     assert costs.train_token_s == pytest.approx(operations / (312e12 * 0.5) + 3 * operations / (312e12 * 0.4))
     assert costs.train_step_s == pytest.approx(2 * (4000 + 4000 + 8000) / 2039e9)
     assert costs.send_s == pytest.approx(2000 / 300e9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers", "link"),
+    [
+        (Layout(tensor=2), 2 * 2 * 10 * 2, 300e9),  # two sums of 10 numbers in each of 2 layers, twice each
+        (Layout(sequence=4), 2 * (2 + 1) * (5 + 5) * 3 / 4, 300e9),  # 3 of 4 parts of q, k, v and outputs
+        (Layout(shard=4, expert=4), 2 * 2 * 10 * 2 * 3 / 4, 300e9),  # to 2 experts and back, in 2 layers
+        (Layout(tensor=8), 2 * 2 * 7 * 10 * 2, 25e9),  # over the network: a machine has 4 devices
+        (Layout(tensor=2, expert=2), 2 * 2 * 10 * 2 + 2 * 2 * 10 * 2 * 2 / 2, 300e9),  # each rank sends all tokens
+        (Layout(tensor=2, expert=2, between=True), 2 * 2 * 10 * 2 + 2 * 2 * 10 * 2 / 2, 300e9),
+    ],
+)
+def test_what_ranks_of_a_copy_exchange_by_hand(layout, numbers, link):
+    device = parse_devices("A100", 1, known_devices()).device
+    mixture = replace(ANATOMY, experts=8, experts_per_token=2, expert_layers=2, expert_width=1)
+    load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=1.0, rows=10.0, node_devices=4)
+    alone, several = (
+        costs_of(device, [Pass(replace(ACTOR, anatomy=mixture, layout=one), 1.0, 1.0)], load).train_token_s
+        for one in (Layout(), layout)
+    )
+    assert several - alone == pytest.approx((1 + 2) * 4 * numbers / link, rel=1e-4)  # a forward, and one with backward
+
+
+def test_ranks_that_split_experts_gather_only_their_own():
+    """1000 weights, 480 of them of experts: a micro-batch of FSDP gathers weights twice and scatters gradients once."""
+    device = parse_devices("A100", 1, known_devices()).device
+    mixture = replace(ANATOMY, experts=8, experts_per_token=2, expert_layers=2, expert_width=1)
+    load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=1.0, rows=10.0)
+    whole, split = (
+        costs_of(device, [Pass(replace(ACTOR, anatomy=mixture, layout=Layout(shard=4, expert=one)), 0.0, 1.0)], load)
+        for one in (1, 4)
+    )
+    assert whole.train_step_s - split.train_step_s == pytest.approx(3 * 4 * 480 * (3 / 4) / 300e9 / 2)

@@ -93,6 +93,9 @@ def test_shards_hold_their_part_and_gather_two_layers():
     found = static(replace(ACTOR, computed=2, layout=Layout(shard=2, tensor=2)))
     assert (found.weights, found.gradients, found.optimizer) == (1000, 1000, 2000)
     assert found.gathered == (2 * 2 * 400 + 2 * 200) // 2
+    mixture = replace(ANATOMY, experts=4, expert_layers=2, expert_width=2)  # 4 x 3 x 10 x 2 = 240 of a layer's 400
+    split = replace(ACTOR, anatomy=mixture, computed=2, layout=Layout(shard=2, tensor=2, expert=4))
+    assert static(split).gathered == 2 * 2 * (160 // 2 + 240 // 4) + 2 * 200 // 2
     copies = static(replace(ACTOR, computed=2, layout=Layout(replicate=2, shard=2)))
     assert copies.weights == 2000  # a replica holds the same
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
@@ -70,6 +70,7 @@ class ParallelConfig(ShardConfig):
 class ShardedSettings(BackendSettings):
     """Settings of every engine whose weights `fully_shard` shards."""
 
+    dimensions: ClassVar[tuple[str, ...]] = ("sequence",)
     parallel: ShardConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"
     )
@@ -86,6 +87,7 @@ class ShardedSettings(BackendSettings):
 class Fsdp2Settings(ShardedSettings):
     """PyTorch's FSDP2 around a transformers model, with transformers' own tensor and expert plans."""
 
+    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "sequence", "expert")
     name: str = "fsdp2"
     parallel: ParallelConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"

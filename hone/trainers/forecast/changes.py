@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,17 +12,19 @@ from hone.config import ConfigError, build, plain
 from hone.planner.devices import Machine
 from hone.planner.memory import peak, phases
 from hone.trainers.forecast.forecast import Forecast, Given, checked_setup, forecast, least_seconds
-from hone.trainers.forecast.setup import packed_tokens, placement_of
+from hone.trainers.forecast.setup import DevicePlacement, packed_tokens, placement_of
 from hone.trainers.forecast.sizes import POLICY, Sizes
 from hone.trainers.policy.settings import PolicyRunConfig
 
 Overrides = Mapping[str, Any]
 
 BEST = 10
+MESHES = 3  # of the trainer's devices, the fastest, which are tried with all servers
 SIMULATED = 12  # candidates whose schedule is simulated, the fastest by the sum of their costs
 DEGREES = (1, 2, 4, 8)
 SPLITS = (0.25, 0.5, 0.75)  # the trainer's share of the devices
 STALENESS = (1, 2, 4)
+FASTER = 0.99  # of the seconds of a smaller staleness: what makes a larger one worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,87 +124,133 @@ def _savings(config: Any, sizes: Sizes, machine: Machine) -> Iterator[Overrides]
 
 
 def fastest(config: Any, sizes: Sizes, machine: Machine, given: Given) -> list[Change]:
-    """The fastest mappings and settings that fit, best first; of each mapping of servers, the best mesh.
+    """The fastest mappings and settings that fit, best first.
 
-    Memory sorts out what does not fit, the sum of the costs what is slow, and the run's own schedule times the rest.
-    Costs come from the facts of the device in every candidate, because its shape changes them.
+    Memory sorts out what does not fit, the sum of the costs what is slow, and the run's own schedule times the rest,
+    with the smallest staleness that is as fast. Of all meshes on the same devices of the trainer, only the fastest are
+    tried with every mapping of servers. Costs come from the facts of the device in every candidate, because its shape
+    changes them.
     """
-    rl = isinstance(config, PolicyRunConfig)
-    candidates = _policy_candidates(config, sizes, machine) if rl else _parallel_candidates(sizes, machine)
     told = replace(given, rates=given.rates if machine.total == 1 else None)
-    best: dict[str, tuple[float, Overrides, Any]] = {}
-    for overrides in candidates:
-        try:
-            other = changed(config, overrides)
-            placement = placement_of(other, machine)
-            if placement.devices > machine.total or _peak(other, sizes, machine, told) > machine.device.memory_bytes:
-                continue
-            seconds = least_seconds(other, sizes, placement, told)
-        except ConfigError:
-            continue
-        key = str(
-            {name: value for name, value in overrides.items() if not name.startswith("actor.")} if rl else overrides
-        )
-        best[key] = min(best.get(key, (math.inf, {}, None)), (seconds, overrides, other), key=lambda one: one[0])
-    chosen = sorted(best.values(), key=lambda one: one[0])[:SIMULATED]
-    found = []
-    for _, overrides, other in chosen:
-        one = forecast(other, sizes, placement_of(other, machine), told)
-        found.append(Change(overrides, one.peak_bytes, True, found=one))
-    return sorted(found, key=lambda one: one.found.step_s if one.found else math.inf)[:BEST]
+    rl = isinstance(config, PolicyRunConfig)
+    meshes = _meshes(config, sizes, machine)
+    found: list[tuple[float, Overrides, Sequence[Overrides]]] = []
+    for trainer, servers, ahead in _policy_placements(config, machine) if rl else _PLACEMENTS:
+
+        def fitting(
+            candidates: Iterable[Overrides], ahead: Sequence[Overrides] = ahead
+        ) -> list[tuple[float, Overrides, Sequence[Overrides]]]:
+            tried = [(one, _tried(config, {**one, **ahead[0]}, sizes, machine, told)) for one in candidates]
+            return [(least_seconds(*one, told), overrides, ahead) for overrides, one in tried if one is not None]
+
+        first = sorted(fitting({**mesh, **trainer, **servers[0]} for mesh in meshes), key=lambda one: one[0])
+        found += first
+        found += fitting({**one, **more} for _, one, _ in first[:MESHES] for more in servers[1:])
+    chosen = sorted(found, key=lambda one: one[0])[:SIMULATED]
+    best = [_scheduled(config, overrides, ahead, sizes, machine, told) for _, overrides, ahead in chosen]
+    return sorted(best, key=_step_seconds)[:BEST]
 
 
-def _parallel_candidates(sizes: Sizes, machine: Machine) -> Iterator[Overrides]:
-    """Meshes of the trained model over all devices, with and without checkpointing."""
-    for tensor, sequence in _meshes(sizes, machine.devices):
-        if machine.total % (tensor * sequence):
-            continue
-        for recompute in (False, True):
-            yield {**_mesh(tensor, sequence), "actor.activation_checkpointing": recompute}
+def _step_seconds(change: Change) -> float:
+    return change.found.step_s if change.found else math.inf
 
 
-def _mesh(tensor: int, sequence: int) -> Overrides:
-    sizes = {"tensor": tensor, "sequence": sequence}
-    return {f"actor.backend.parallel.{name}": size for name, size in sizes.items() if size > 1}
+def _scheduled(
+    config: Any, mapping: Overrides, ahead: Sequence[Overrides], sizes: Sizes, machine: Machine, given: Given
+) -> Change:
+    """Time a mapping, with the first of `ahead` that the next one makes no faster."""
+    best: Change | None = None
+    for more in ahead:
+        overrides = {**mapping, **more}
+        tried = _tried(config, overrides, sizes, machine, given)
+        if tried is None:
+            break
+        one = forecast(*tried, given)
+        if best is not None and one.step_s > _step_seconds(best) * FASTER:
+            break
+        best = Change(overrides, one.peak_bytes, True, found=one)
+    assert best is not None  # the first one was tried before
+    return best
 
 
-def _meshes(sizes: Sizes, devices: int) -> list[tuple[int, int]]:
-    """Degrees of tensor parallelism that divide the heads of every layer, each with those of sequence parallelism."""
-    anatomy = sizes.models[POLICY]
+def _tried(
+    config: Any, overrides: Overrides, sizes: Sizes, machine: Machine, given: Given
+) -> tuple[Any, Sizes, DevicePlacement] | None:
+    """Return what a forecast of the settings with overrides takes; None if they are refused or do not fit."""
+    try:
+        other = changed(config, overrides)
+        placement = placement_of(other, machine)
+        if placement.devices > machine.total or _peak(other, sizes, machine, given) > machine.device.memory_bytes:
+            return None
+    except ConfigError:
+        return None
+    return other, sizes, placement
+
+
+def _meshes(config: Any, sizes: Sizes, machine: Machine) -> list[Overrides]:
+    """Overrides of each mesh that the run's engine has dimensions for, and that divides the model."""
+    backend, anatomy = config.actor.backend, sizes.models[POLICY]
     heads = {(one.heads, one.kv_heads) for one in anatomy.attention}
-    fit = [n for n in DEGREES if n <= devices and all(a % n == 0 and b % n == 0 for a, b in heads)]
-    return list(product(fit if anatomy.tensor_plan else [1], [1] if anatomy.stateful else DEGREES))
+    now = getattr(backend, "parallel", None)
 
+    def degrees(name: str, *fits: bool) -> list[int]:
+        return [n for n in DEGREES if n <= machine.devices] if name in backend.dimensions and all(fits) else [1]
 
-def _policy_candidates(config: PolicyRunConfig, sizes: Sizes, machine: Machine) -> Iterator[Overrides]:
-    """Shared devices in turns, and devices apart with answers written ahead."""
-    staleness = [0, *STALENESS]
-    if machine.total == 1:
-        for ahead, recompute in product(staleness, (False, True)):
-            yield {**_ahead(config, ahead), "actor.activation_checkpointing": recompute}
-        return
-    meshes = [(tensor, sequence) for tensor, sequence in _meshes(sizes, machine.devices) if sequence <= 2]
-    for (tensor, sequence), server in product(meshes, DEGREES):
-        mesh = _mesh(tensor, sequence)
-        if machine.total % server or server > machine.devices:
+    shared = "context" if "context" in backend.dimensions else "sequence"
+    found: list[Overrides] = []
+    for tensor, tokens, pipeline, expert in product(
+        degrees("tensor", anatomy.tensor_plan),
+        degrees(shared, not anatomy.stateful, not anatomy.index_size),
+        [n for n in degrees("pipeline") if n <= anatomy.layers],
+        [n for n in degrees("expert", anatomy.expert_plan) if max(anatomy.experts, 1) % n == 0],
+    ):
+        if not all(_shares(a, b, tensor, tokens) for a, b in heads):
             continue
-        yield {**mesh, **_ray(machine.devices, machine.nodes), **_servers(machine.total // server, server)}
-        for split, ahead in product(SPLITS, STALENESS):
-            trainer = _trainer_devices(machine, split)
-            left = machine.total - trainer
-            if trainer % (tensor * sequence) or left < server or left % server:
-                continue
-            nodes = max(trainer // machine.devices, 1)
-            apart = {"runtime.backend.pools.rollout.devices": left if machine.nodes == 1 else machine.devices}
-            if machine.nodes > 1:
-                apart["runtime.backend.pools.rollout.nodes"] = left // machine.devices
-            yield {
-                **mesh,
-                **_ray(trainer // nodes, nodes),
-                **apart,
-                **_servers(left // server, server),
-                **_ahead(config, ahead),
-            }
+        mesh = {"tensor": tensor, shared: tokens, "pipeline": pipeline, "expert": expert}
+        chosen = {
+            f"actor.backend.parallel.{name}": size
+            for name, size in mesh.items()
+            if name in backend.dimensions and size != getattr(now, name, 1)
+        }
+        if shared == "context" and (tensor > 1) != getattr(now, "sequence", False):  # tensor ranks share tokens, too
+            chosen["actor.backend.parallel.sequence"] = tensor > 1
+        found.append(chosen)
+    return found
+
+
+def _shares(heads: int, pairs: int, tensor: int, sequence: int) -> bool:
+    """Return whether tensor ranks share out the heads, and sequence ranks those of a tensor rank."""
+    if heads % tensor or pairs % tensor:
+        return False
+    pairs //= tensor
+    return heads // tensor % sequence == 0 and (pairs % sequence == 0 or sequence % pairs == 0)
+
+
+_Placements = Iterable[tuple[Overrides, Sequence[Overrides], Sequence[Overrides]]]
+"""Devices of the trainer, each with the servers and the values of staleness that are tried with them."""
+
+_PLACEMENTS: _Placements = [({"actor.activation_checkpointing": one}, [{}], [{}]) for one in (False, True)]
+"""Of a run that generates nothing: every mesh with and without checkpointing."""
+
+
+def _policy_placements(config: PolicyRunConfig, machine: Machine) -> _Placements:
+    """Servers that share the devices in turns, and servers on devices of their own that write answers ahead."""
+    ahead = [_ahead(config, staleness) for staleness in STALENESS]
+    if machine.total == 1:
+        for recompute in (False, True):
+            yield {"actor.activation_checkpointing": recompute}, [{}], [_ahead(config, 0), *ahead]
+        return
+    sizes = [size for size in DEGREES if size <= machine.devices]
+    together = [_servers(machine.total // size, size) for size in sizes if machine.total % size == 0]
+    yield _ray(machine.devices, machine.nodes), together, [_ahead(config, 0)]
+    for trainer in dict.fromkeys(_trainer_devices(machine, split) for split in SPLITS):
+        left, nodes = machine.total - trainer, max(trainer // machine.devices, 1)
+        servers = [_servers(left // size, size) for size in sizes if left >= size and left % size == 0]
+        apart = {"runtime.backend.pools.rollout.devices": left if machine.nodes == 1 else machine.devices}
+        if machine.nodes > 1:
+            apart["runtime.backend.pools.rollout.nodes"] = left // machine.devices
+        if servers:
+            yield {**_ray(trainer // nodes, nodes), **apart}, servers, ahead
 
 
 def _trainer_devices(machine: Machine, split: float) -> int:

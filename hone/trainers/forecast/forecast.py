@@ -257,6 +257,7 @@ def rates_of(config: Any, sizes: Sizes, placement: DevicePlacement) -> Rates:
         server_devices=placement.server_devices,
         serving_width=width_of(config.actor.compute_dtype, machine),
         link_is_network=across,
+        node_devices=machine.devices,
     )
     costs = costs_of(machine.device, passes, load)
     costs = replace(costs, train_token_s=costs.train_token_s * shared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hone.config import setting
 from hone.engines.fsdp2.settings import ParallelConfig, ShardedSettings
@@ -11,6 +11,7 @@ from hone.engines.fsdp2.settings import ParallelConfig, ShardedSettings
 class AutomodelSettings(ShardedSettings):
     """Models of transformers, or Automodel's own, sharded by NeMo Automodel."""
 
+    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "sequence")
     name: str = "automodel"
     parallel: ParallelConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
@@ -102,6 +102,7 @@ class MegatronParallel(Config):
 class MegatronSettings(BackendSettings):
     """Megatron-Core's model and parallelism; gradients and optimizer state are sharded over data-parallel ranks."""
 
+    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "context", "pipeline", "expert")
     name: str = "megatron"
     parallel: MegatronParallel | None = setting(None, "how ranks divide the work; null: all ranks split batches")
     offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is idle")

@@ -1,12 +1,14 @@
 """How layers are divided over the parts of a pipeline."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from hone.cli.main import main
+from hone.cli.recipe import load_recipe
 from hone.platforms.layout import Layout
 from hone_megatron.settings import MegatronParallel, MegatronSettings
 
@@ -35,6 +37,21 @@ def test_a_forecast_counts_whole_weights_on_data_parallel_ranks_and_stages_of_a_
     assert main(["plan", "recipes/sft/chat.yaml", *overrides, "--json"]) == 0
     batch = {one["what"]: one["value"] for one in json.loads(capsys.readouterr().out)["batch"]}
     assert batch["ranks that split a batch"] == "4"
+
+
+def test_the_search_cuts_a_model_into_stages_and_shares_tokens_and_experts(capsys, tmp_path):
+    facts = tmp_path / "facts.yaml"
+    facts.write_text(
+        "Small: {memory_gib: 0.01, tflops: 1, memory_gb_s: 100, link_gb_s: 10, network_gb_s: 1, context_gib: 0}\n"
+    )
+    arguments = ["--devices", "4xSmall", "--nodes", "2", "--device-facts", str(facts), "--lengths", "constant:4"]
+    recipe, engine = "recipes/moe/grpo.yaml", "actor.backend=megatron"
+    assert main(["plan", recipe, engine, *arguments, "--search", "--json"]) == 0
+    tried = [one["overrides"] for one in json.loads(capsys.readouterr().out)["search"]]
+    keys = {key.removeprefix("actor.backend.parallel.") for one in tried for key in one}
+    assert {"context", "pipeline", "expert"} <= keys
+    for one in tried:
+        load_recipe(Path(recipe), [engine, *(f"{key}={str(value).lower()}" for key, value in one.items())])
 
 
 def test_ranks_that_share_experts_are_those_that_share_other_things():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
@@ -54,6 +55,7 @@ class TitanParallel(Config):
 class TitanSettings(BackendSettings):
     """torchtitan's model and parallelism; weights, gradients and optimizer state are sharded over ranks (FSDP2)."""
 
+    dimensions: ClassVar[tuple[str, ...]] = ("tensor",)
     name: str = "torchtitan"
     parallel: TitanParallel | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"
