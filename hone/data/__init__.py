@@ -2,11 +2,11 @@
 
     source (rows) --columns, templates--> messages --rendering--> tokens --stream--> Prompt / Sample --packing--> Batch
 
-In reading order: `settings`, `sources/` (rows), `columns` (prompt and answer of a row), `messages` (one form for what
-others write in several), `rendering` with `chat_template` and `templates/` (messages to tokens), `stream` (the order of
-prompts) with `counting`, `packing` with `turns`, `routes` and `packed_images` (fields of a batch); `images` (in
-messages); `answers` (in responses); `preferences` and `preference_readers` (pairs and judged answers). This file
-imports none of the sources; it only names where each is.
+In reading order: `settings`, `sources/` (rows), `columns` (prompt and answer of a row), `messages` and `blocks` (one
+form for what others write in several), `rendering` with `chat_template` and `templates/` (messages to tokens),
+`stream` (the order of prompts) with `counting`, `packing` with `turns`, `routes` and `packed_images` (fields of a
+batch); `images` (in messages); `answers` (in responses); `preferences` and `preference_readers` (pairs and judged
+answers). This file imports none of the sources; it only names where each is.
 """
 
 from __future__ import annotations

@@ -9,7 +9,15 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
-from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, parsed, stored_messages
+from hone.data.messages import (
+    MessageError,
+    normal_messages,
+    normal_tool,
+    parameters_by_tool,
+    parsed,
+    stored_messages,
+    without_nulls,
+)
 from hone.data.settings import DatasetConfig, PromptSetConfig
 from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
@@ -89,8 +97,9 @@ class RowReader:
         else:
             found = self._parsed(row, self._conversation_column(row, index), index)
         text = isinstance(found, str)
-        conversation = (Message(role="user", content=found),) if text else self._checked(found, row, index)
-        return self._with_system(self.illustrated(conversation, row, index))
+        column = "" if text else self._conversation_column(row, index)
+        conversation = (Message(role="user", content=found),) if text else self._checked(found, row, index, column)
+        return self._with_system(self.illustrated(conversation, row, index), row)
 
     def tools(self, row: Row, index: int) -> tuple[Mapping[str, Any], ...]:
         """JSON schemas of the functions that the model may call in this row, from the column `tools` (list or JSON).
@@ -111,7 +120,7 @@ class RowReader:
     def _parsed(self, row: Row, column: str, index: int) -> Any:
         """The value of a column of messages or text. Messages may be stored as JSON text."""
         found = row[column]
-        if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
+        if not isinstance(found, str) or not found.lstrip().startswith(("[", "{", '"[')):
             return found
         messages = stored_messages(found)
         if messages is None and column == self.column("messages"):
@@ -131,9 +140,12 @@ class RowReader:
         except ImageError as error:
             raise DataError(f"{self.rows.where(index)}: {error}") from error
 
-    def _with_system(self, conversation: tuple[Message, ...]) -> tuple[Message, ...]:
-        if self._system and conversation[0]["role"] != "system":
-            return (Message(role="system", content=self._system), *conversation)
+    def _with_system(self, conversation: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
+        """Begin with the row's column `system` or `system_prompt`, unless the messages have a system message."""
+        said = row.get(self.column("system"))
+        system = said if isinstance(said, str) and said.strip() else self._system
+        if system and conversation[0]["role"] != "system":
+            return (Message(role="system", content=system), *conversation)
         return conversation
 
     def _conversation_column(self, row: Row, index: int) -> str:
@@ -156,13 +168,13 @@ class RowReader:
             raise DataError(f"{self.rows.where(index)}: {wrong}; name the right one in {self.key}.columns.{meaning}")
         return row[column]
 
-    def _checked(self, found: Any, row: Row, index: int) -> tuple[Message, ...]:
+    def _checked(self, found: Any, row: Row, index: int, column: str) -> tuple[Message, ...]:
         where = self.rows.where
-        if not isinstance(found, Sequence) or not found:
-            raise DataError(f"{where(index)}: the prompt should be text or a list of messages, found {found!r:.80}")
+        if isinstance(found, bytes) or not isinstance(found, Sequence) or not found:
+            raise DataError(f"{where(index)}: {column} should be text or a list of messages, found {found!r:.80}")
         schemas = parameters_by_tool(self.tools(row, index))
         try:
-            return tuple(normal_message(one, schemas, filled=self.rows.fills_gaps) for one in found)
+            return normal_messages(found, schemas, filled=self.rows.fills_gaps)
         except MessageError as error:
             raise DataError(f"{where(index)}: {error}") from error
 
@@ -191,19 +203,6 @@ def nested_columns(row: Row, names: Sequence[str]) -> dict[str, Any]:
         if value is not _ABSENT:
             found[name] = value
     return found
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without the keys that Parquet fills with null, at every depth.
-
-    >>> without_nulls({"name": "add", "parameters": {"x": {"type": "int", "enum": None}}})
-    {'name': 'add', 'parameters': {'x': {'type': 'int'}}}
-    """
-    if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [without_nulls(inner) for inner in value]
-    return value
 
 
 class PromptReader(RowReader):
@@ -254,8 +253,11 @@ class SampleReader(RowReader):
             return messages
         elif self.column("completion") in row:
             answer = self._parsed(row, self.column("completion"), index)
+        elif len(messages) > 1:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"{self.rows.where(index)}: no message is the assistant's, found the roles {roles}")
         else:
             raise self.missing("completion", "answer_template", row, index)
         if isinstance(answer, str):
             return (*messages, Message(role="assistant", content=answer))
-        return (*messages, *self._checked(answer, row, index))
+        return (*messages, *self._checked(answer, row, index, self.column("completion")))

@@ -5,6 +5,7 @@
     weight: 0, loss_mask: 0, trainable: false ...                       -> trainable: false
     reasoning, thinking                                                 -> reasoning_content
     {"from": "human", "value": "a"}                                     -> {"role": "user", "content": "a"}
+    blocks of Anthropic's (`data/blocks.py`)                            -> messages of role tool, tool_calls, thoughts
 
 Files of Parquet have a value for every key of every row: arguments of other tools' calls are null there. The schemas of
 the row's tools say which nulls are none of the call's.
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from hone.config import ConfigError
+from hone.data.blocks import BlockError, results_apart, without_blocks
 from hone.data.images import is_image
 from hone.types import Message
 
@@ -36,8 +38,16 @@ _SHAREGPT = {  # roles of the form `from`, `value`
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool_calls": "assistant",
 }
+_CONTENTS = ("value", "parts", "text")  # other names of a message's content
+_CALLING = ("function_call", "tool_call", "tool_calls")  # senders whose value is the JSON of a call, or of a list
 _ROLES = {"developer": "system", "function": "tool", "model": "assistant"}  # names that chat templates do not have
+_ROLES |= {"human": "user", "ai": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant"}
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}  # also in capital letters
 
 
@@ -64,7 +74,10 @@ def normal_message(
     >>> normal_message({"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]})
     {'role': 'user', 'content': 'Hi!'}
     """
-    given = _with_role(given)
+    try:
+        given = without_blocks(_with_role(given))
+    except BlockError as error:
+        raise MessageError(str(error)) from error
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or not given["role"].strip():
         raise MessageError(f"a message should have a role and a content, found {given!r:.80}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -97,14 +110,47 @@ def _with_role(given: Any) -> Any:
     >>> _with_role({"from": "human", "value": "Hi"})
     {'role': 'user', 'content': 'Hi'}
     """
-    if not isinstance(given, Mapping) or "role" in given or not given.keys() >= {"from", "value"}:
-        return given
+    if not isinstance(given, Mapping) or "from" not in given or "role" in given:
+        return _with_content(given)
     sender = str(given["from"]).strip().lower()
     if sender not in _SHAREGPT:
         raise MessageError(f"a message is from {given['from']!r:.80}; known are {', '.join(_SHAREGPT)}")
-    rest = {key: value for key, value in given.items() if key not in ("from", "value", "content")}
-    content = _one_of({"value": given["value"], "content": given.get("content")}, "a message")
-    return {"role": _SHAREGPT[sender], "content": given["value"] if content is None else content, **rest}
+    message = _with_content({"role": _SHAREGPT[sender], **{key: given[key] for key in given if key != "from"}})
+    if sender not in _CALLING:
+        return message
+    try:
+        calls = parsed(message.get("content"), "it")
+    except MessageError as error:
+        raise MessageError(
+            f"a message is from {sender}, so its value should be the JSON of a call of a tool, such as "
+            f'{{"name": "add", "arguments": {{}}}}; {error}; is it from gpt?'
+        ) from error
+    return {**message, "content": None, "tool_calls": calls}
+
+
+def _with_content(given: Any) -> Any:
+    """A message whose text is in `value` (ShareGPT), `parts` (Gemini) or `text`, with a content."""
+    there = [name for name in _CONTENTS if isinstance(given, Mapping) and name in given]
+    if not there:
+        return given
+    content = _one_of({name: given.get(name) for name in (*_CONTENTS, "content")}, "a message")
+    rest = {key: value for key, value in given.items() if key not in (*_CONTENTS, "content")}
+    return {**rest, "content": given[there[0]] if content is None else content}
+
+
+def normal_messages(
+    given: Sequence[Any], schemas: Mapping[str, Any] | None = None, *, filled: bool = False, lenient: bool = False
+) -> tuple[Message, ...]:
+    """Messages in hone's form (`normal_message`); each result of a tool in the content of one is a message of its own.
+
+    >>> normal_messages([{"role": "user", "content": [{"type": "tool_result", "content": "4"}]}])
+    ({'role': 'tool', 'content': '4'},)
+    """
+    try:
+        apart = [message for one in given for message in results_apart(one)]
+    except BlockError as error:
+        raise MessageError(str(error)) from error
+    return tuple(normal_message(one, schemas, filled=filled, lenient=lenient) for one in apart)
 
 
 def _one_of(given: Mapping[str, Any], what: str) -> Any:
@@ -125,14 +171,34 @@ def stored_messages(text: str) -> list[Any] | None:
     >>> stored_messages('[{"role": "user", "content": "2?"}]'), stored_messages("[1, 2]")
     ([{'role': 'user', 'content': '2?'}], None)
     """
-    if not text.lstrip().startswith("["):
+    if not text.lstrip().startswith(("[", '"[', '"\\n[')):
         return None
     try:
         found = _json(text)
     except ValueError:
         return None
-    messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
+    if isinstance(found, str):  # encoded twice
+        return stored_messages(found)
+    messages = (
+        isinstance(found, list) and found and all(isinstance(one, dict) and _SENDER & one.keys() for one in found)
+    )
     return found if messages else None
+
+
+_SENDER = frozenset(("role", "from"))
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that Parquet fills with null, at every depth.
+
+    >>> without_nulls({"name": "add", "parameters": {"x": {"type": "int", "enum": None}}})
+    {'name': 'add', 'parameters': {'x': {'type': 'int'}}}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_nulls(inner) for inner in value]
+    return value
 
 
 def parameters_by_tool(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -243,6 +309,7 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = _json(arguments)
+            arguments = _json(arguments) if isinstance(arguments, str) and arguments else arguments  # encoded twice
         except ValueError as error:
             if not lenient:
                 raise MessageError(f"the arguments of a call of {name} are text, but no JSON: {error}") from error
@@ -268,7 +335,8 @@ def parsed(found: Any, what: str) -> Any:
     if not isinstance(found, str):
         return found
     try:
-        return _json(found) if found.strip() else []
+        value = _json(found) if found.strip() else []
+        return _json(value) if isinstance(value, str) and value else value  # encoded twice
     except ValueError as error:
         raise MessageError(f"{what} is text, but no JSON: {error}") from error
 

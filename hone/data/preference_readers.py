@@ -52,10 +52,10 @@ class PairReader(RowReader):
         if isinstance(found, str):
             whole: Conversation = (*self.messages(row, index), Message(role="assistant", content=found))
         else:
-            given = self._checked(found, row, index)
+            given = self._checked(found, row, index, self.column(meaning))
             answers = given[0]["role"] == "assistant"
             asked = self.messages(row, index) if answers else ()
-            whole = (*asked, *given) if answers else self._with_system(self.illustrated(given, row, index))
+            whole = (*asked, *given) if answers else self._with_system(self.illustrated(given, row, index), row)
         if whole[-1]["role"] != "assistant":
             raise DataError(f"{self.rows.where(index)}: {meaning} should end with an answer of the assistant")
         require_text(whole[-1].get("content") or whole[-1].get("tool_calls"), meaning, self, index)

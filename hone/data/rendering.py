@@ -34,7 +34,7 @@ from hone.data.images import (
     source_of,
     with_sources,
 )
-from hone.data.messages import RenderingError, Tools, normal_message
+from hone.data.messages import RenderingError, Tools, normal_message, normal_messages
 from hone.data.templates.forms import Unrendered, marks_only_the_first_word
 from hone.data.templates.guard import GUARD, Guard
 from hone.types import Image, Message
@@ -265,18 +265,17 @@ class Renderer:
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in hone's form, guarded unless rows may contain special tokens."""
-        return [self._in_form(message) for message in messages]
+        normal = messages if all(map(is_plain, messages)) else normal_messages(messages, lenient=True)
+        return [self._guarded(message) for message in normal]
 
     def _offered(self, tools: Tools) -> Tools:
         """The tools with no control token in their names and descriptions, which servers write."""
         return self._guard.tools(tools) if tools else tools
 
-    def _in_form(self, message: Message) -> Message:
-        plain = is_plain(message)
-        if plain and not (self.guards_rows and self._guard.anything.search(message["content"])):
+    def _guarded(self, message: Message) -> Message:
+        if not self.guards_rows or (is_plain(message) and not self._guard.anything.search(message["content"])):
             return message
-        normal = message if plain else normal_message(message, lenient=True)
-        return self._guard.message(normal) if self.guards_rows else normal
+        return self._guard.message(message)
 
     def _encode(self, text: str, later: bool = False) -> list[int]:
         """The ids of a piece; one that is `later` than others gets no mark of a first word.

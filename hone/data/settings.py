@@ -11,7 +11,7 @@ from hone.data import SOURCES
 
 Column = Literal[
     "prompt", "messages", "ground_truth", "data_source", "completion",
-    "chosen", "rejected", "margin", "label", "completions", "labels", "images", "tools",
+    "chosen", "rejected", "margin", "label", "completions", "labels", "images", "tools", "system",
 ]  # fmt: skip
 
 
@@ -76,7 +76,9 @@ class PromptSetConfig(RowsConfig):
         factory=dict,
         meaning="hone's column name: the data set's, such as {ground_truth: solution}; a.b is field b of column a",
     )
-    system_prompt: str = setting("", "first message of every prompt that has no system message of its own")
+    system_prompt: str = setting(
+        "", "first message of every prompt that has no system message and no column system of its own"
+    )
     prompt_template: str = setting("", "Jinja2 template of the user's message, over the row's columns")
     ground_truth_template: str = setting("", "Jinja2 template of the ground truth, over the row's columns")
     max_prompt_tokens: int | None = setting(None, "longest prompt allowed", unit="tokens", ge=1)

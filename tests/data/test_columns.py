@@ -96,6 +96,8 @@ def test_a_system_prompt_comes_first_unless_there_is_one(reader):
     assert [m["role"] for m in one.messages({"prompt": "2?"}, 0)] == ["system", "user"]
     own = {"messages": [{"role": "system", "content": "own"}, *CHAT[:1]]}
     assert one.messages(own, 0)[0]["content"] == "own"
+    for row, said in (({"prompt": "2?", "system": "of the row"}, "of the row"), ({**own, "system": "column"}, "own")):
+        assert one.messages(row, 0)[0]["content"] == said
 
 
 def test_parquet_messages_lose_the_nulls_that_fill_gaps(tmp_path, dataset, write_parquet):
@@ -125,7 +127,7 @@ def read_first(reader, row, settings):
             {"columns": {"prompt": "questoin"}},
             r"columns\.prompt: .*'questoin'; did you mean 'question'",
         ),
-        ({"prompt": 7}, {}, "line 1: the prompt should be text or a list of messages, found 7"),
+        ({"prompt": 7}, {}, "line 1: prompt should be text or a list of messages, found 7"),
         ({"prompt": []}, {}, "should be text or a list of messages"),
         ({"messages": ["2?"]}, {}, "a message should have a role and a content, found '2\\?'"),
         ({"messages": [{"role": "user"}]}, {}, "a message of role 'user' has no content"),
@@ -135,6 +137,11 @@ def read_first(reader, row, settings):
 def test_a_wrong_row_or_column_is_a_clear_error(reader, row, settings, said):
     with pytest.raises(DataError, match=said):
         read_first(reader, row, settings)
+
+
+def test_bytes_of_parquet_are_no_list_of_messages(reader):
+    with pytest.raises(DataError, match=r"prompt should be text or a list of messages, found b'2\?'"):
+        reader([{"prompt": "2?"}]).messages({"prompt": b"2?"}, 0)
 
 
 def test_samples_come_from_conversations_or_from_prompt_and_completion(reader):

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from hone.data.columns import PromptReader, SampleReader
-from hone.data.messages import MessageError, normal_message, normal_tool
+from hone.data.messages import MessageError, normal_message, normal_messages, normal_tool
 from hone.data.sources.base import DataError
 
 PLAIN = {"role": "assistant", "content": "", "tool_calls": [
@@ -36,6 +36,10 @@ def calling(call):
         calling([json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})]),
         calling(json.dumps([{"type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}])),
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"role": "assistant", "content": [{"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}]},
+        calling([{"function": {"name": "weather", "arguments": json.dumps('{"city": "Oslo"}')}}]),
+        calling(json.dumps(json.dumps([{"name": "weather", "arguments": {"city": "Oslo"}}]))),
     ],
 )
 def test_a_call_is_the_same_however_it_is_written(written):
@@ -86,6 +90,19 @@ def nested(levels):
         ({"role": "user"}, "a message of role 'user' has no content"),
         ("hi", "should have a role and a content, found 'hi'"),
         ({"role": " ", "content": "x"}, "should have a role and a content"),
+        ({"from": "function_call", "value": "add(1)"}, "so its value should be the JSON of a call .* is it from gpt"),
+        (
+            {"role": "assistant", "content": [{"type": "tool_use", "name": "f"}, "4"]},
+            "in the order tool_use, None; chat",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+            "only their provider can read",
+        ),
+        (
+            {"role": "assistant", "reasoning": "a", "content": [{"type": "thinking", "thinking": "b"}]},
+            "has thoughts in a field and in its content",
+        ),
         ({"from": ["human"], "value": "x"}, "a message is from .*human.*; known are human"),
     ],
 )
@@ -144,6 +161,28 @@ def test_roles_parts_and_thoughts_have_one_form():
     ]
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert normal_message({"role": "assistant", "content": "x", name: "hm"})["reasoning_content"] == "hm"
+
+
+def test_blocks_become_thoughts_calls_and_messages_of_tools():
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Oslo"}}
+    said = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "rain"}]}
+    answer = {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]}
+    found = normal_messages([answer, {"role": "user", "content": [said, said, {"type": "text", "text": "And?"}]}])
+    asked = {**PLAIN["tool_calls"][0], "id": "1"}
+    result = {"role": "tool", "content": "rain", "tool_call_id": "1"}
+    assert found == (
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [asked]},
+        *(result, result, {"role": "user", "content": "And?"}),
+    )
+    with pytest.raises(MessageError, match="results come first"):
+        normal_messages([{"role": "user", "content": ["And?", said]}])
+
+
+def test_the_text_of_a_message_has_several_names():
+    for message in ({"role": "ai", "text": "x"}, {"role": "bot", "value": "x"}, {"from": "gpt", "content": "x"}):
+        assert normal_message(message) == {"role": "assistant", "content": "x"}
+    assert normal_message({"role": "model", "parts": [{"text": "x"}]}) == {"role": "assistant", "content": "x"}
 
 
 def test_a_tool_has_one_form():
@@ -238,9 +277,11 @@ def test_a_null_of_json_stays(tmp_path, dataset, write_jsonl):
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
 def test_messages_may_be_stored_as_json_text(tmp_path, dataset, write_jsonl, column):
-    rows = [{column: json.dumps([{"role": "developer", "content": "be brief"}, {"role": "user", "content": "2?"}])}]
+    text = json.dumps([{"role": "developer", "content": "be brief"}, {"from": "human", "value": "2?"}])
+    rows = [{column: text}, {column: json.dumps(text)}]
     reader = PromptReader("train", dataset(path=write_jsonl(tmp_path / "rows.jsonl", rows)), "data.train")
-    assert [one["role"] for one in reader.messages(reader.row(0), 0)] == ["system", "user"]
+    for index in range(2):
+        assert [one["role"] for one in reader.messages(reader.row(index), index)] == ["system", "user"]
 
 
 def test_text_that_is_json_but_no_messages_is_a_prompt_and_an_error_as_messages(tmp_path, dataset, write_jsonl):

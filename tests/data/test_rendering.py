@@ -509,7 +509,7 @@ def test_thoughts_go_where_the_template_shows_them(make_tokenizer):
 SOME_ROLES = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role in R %}")
 
 
-@pytest.mark.parametrize("role", ["human", "critic", "tool", "system"])
+@pytest.mark.parametrize("role", ["narrator", "critic", "tool", "system"])
 def test_a_role_that_the_template_leaves_out_is_an_error_and_never_an_empty_prompt(make_tokenizer, role):
     two = Renderer(make_tokenizer(SOME_ROLES.replace("R %}", "['user', 'assistant'] %}")))
     conversation = [{"role": role, "content": "be brief"}, user("?")]

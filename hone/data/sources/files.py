@@ -89,7 +89,8 @@ class JsonlRows:
                 text = line.removeprefix(BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
                 if text and not (text.startswith(b"{") and text.endswith(b"}")):
                     shown = text[:60].decode("utf-8", errors="replace")
-                    raise DataError(f"{path} line {number} should be one JSON object, found {shown!r}")
+                    fix = "; name a file with one JSON list .json" if text.startswith(b"[") else ""
+                    raise DataError(f"{path} line {number} should be one JSON object, found {shown!r}{fix}")
                 if text:
                     self._offsets.append(offset)
                     self._checksums.append(zlib.crc32(text))
