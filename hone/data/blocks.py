@@ -80,9 +80,12 @@ def _result(block: Mapping[str, Any]) -> dict[str, Any]:
 def _thought(block: Mapping[str, Any]) -> str:
     found = next((block[key] for key in (*_THOUGHTS, "text") if block.get(key)), "")
     parts = [found] if isinstance(found, str | Mapping) else found
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise BlockError(f"a block of thoughts should have text, found {block!r:.80}")
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise BlockError(f"a block of thoughts should have text, found {block!r:.80}")
+        texts.append(text)
     return "".join(texts)
 
 

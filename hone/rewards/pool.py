@@ -209,6 +209,8 @@ class RewardPool:
                 failed.worked()
                 return
             except (ConfigError, OSError, ChildLost) as error:
+                if self._closed:  # which killed it
+                    return
                 LOG.warning("reward process %d could not be replaced: %s", index, error)
                 if not failed.take():
                     raise
