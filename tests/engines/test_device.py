@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hone.engines.checks import isolation
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.memory import kept_in_cpu_memory
+from hone.models.attention.stateful import state_layers
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.base import current_platform
 from tests.engines.adapters import MOE, weights
+from tests.engines.bounded import plant
 from tests.engines.pictures import Case, batch_of
 from tests.engines.pictures import likelihood as likelihood_of_pictures
 from tests.engines.pictures import make_engine as engine_of_pictures
@@ -69,6 +72,33 @@ def test_gradients_are_those_of_transformers_in_float64(
     assert {one.device.type for one in found.values()} == {each_device}
     assert {one.dtype for one in engine.weights.masters.values()} == {torch.float32}
     assert relative_error(found, exact) < NEAR[dtype]
+
+
+def test_kernels_keep_the_sequences_of_a_row_apart(each_device, make_engine, make_batch, losses, monkeypatch):
+    """flash-linear-attention's gated DeltaNet on an accelerator, beside a convolution that honours bounds too."""
+    options = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+    options |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    model = ModelConfig(build=BuildConfig(**SIZES, architecture="qwen3_5_text", options=options))
+    settings = {"model": model, "device": each_device, "max_tokens_per_microbatch": 200}
+    kernels = ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"]
+    if each_device != "cpu":
+        pytest.importorskip("fla")
+        del kernels[1]
+    batch = make_batch(lengths=(13, 9, 60, 7))
+    found = []
+    for planted in (False, True):
+        calls = plant("qwen3_5_text", monkeypatch, kernels=kernels) if planted else []
+        engine = make_engine(**settings)
+        isolation._proven.clear()  # the config is the same
+        logprobs = engine.infer_batch(batch).logprobs
+        engine.forward_backward(batch, losses.likelihood)
+        found.append((logprobs, {name: one.grad.cpu() for name, one in engine.weights.masters.items()}))
+        layers = state_layers(engine.model).values()
+        assert not planted or all(layer._hone_uses_bounds for layer in layers)
+        assert all(one.total() for one in calls)
+    (expected, exact), (logprobs, grads) = found
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-3)
+    assert relative_error(grads, {name: one.double() for name, one in exact.items()}) < 1e-3
 
 
 def test_log_probs_are_those_of_the_cpu(each_device, make_engine, make_batch):

@@ -13,6 +13,7 @@ from hone.models.attention import packed
 from hone.models.attention.packed import Packing
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig, ModelConfig
+from tests.engines.bounded import KERNELS, plant
 
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 128}
 LINEAR = ["linear_attention", "full_attention"]
@@ -90,6 +91,45 @@ def test_a_layer_that_sees_the_whole_row_is_refused(architecture, dtype, make_en
     monkeypatch.setattr(loading, "separate_sequences", lambda model: None)
     with pytest.raises(ModelError, match="where other sequences are in the row"):
         make_engine(model=model_of(architecture, KINDS[architecture]), compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("architecture", KERNELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 3e-2)])
+def test_kernels_that_honour_bounds_get_the_row_without_padding(
+    architecture, dtype, tolerance, make_engine, make_batch, losses, monkeypatch
+):
+    model = model_of(architecture, HYBRIDS[architecture], mlp_size=56)
+    batches = [make_batch(lengths=(13, 9, 70, 7, 20, 12)), make_batch(lengths=(13, 9, 12), prompt=2, groups=[0, 0, 0])]
+    settings = {"model": model, "compute_dtype": dtype, "max_tokens_per_microbatch": 200}
+    engine = make_engine(**settings)
+    expected = [results(engine, batch, losses.policy) for batch in batches]
+    calls = plant(architecture, monkeypatch)
+    engine = make_engine(**settings)
+    for one in calls:
+        one.clear()
+    for batch, (logprobs, grads) in zip(batches, expected, strict=True):
+        before = [one.total() for one in calls]
+        found, gradients = results(engine, batch, losses.policy)
+        assert all(one.total() > count for one, count in zip(calls, before, strict=True))
+        torch.testing.assert_close(found, logprobs, rtol=tolerance, atol=10 * tolerance)
+        for name, grad in grads.items():
+            assert (gradients[name] - grad).norm() <= tolerance * max(float(grad.norm()), 0.01), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("architecture", "deaf"), [(name, one) for name, both in KERNELS.items() for one in both])
+def test_kernels_that_ignore_bounds_get_padded_batches(
+    architecture, deaf, dtype, make_engine, make_batch, losses, monkeypatch, caplog
+):
+    size = 64 + 8 * (dtype == "float32") + 16 * (deaf == "causal_conv1d_fn")  # a config that no other test has proven
+    model = model_of(architecture, HYBRIDS[architecture], mlp_size=size)
+    calls = plant(architecture, monkeypatch, deaf=deaf)
+    engine = make_engine(model=model, compute_dtype=dtype)
+    assert "do not keep the sequences of a row apart by its bounds" in caplog.text
+    assert all(one.total() for one in calls)
+    before = [one.total() for one in calls]
+    results(engine, make_batch(lengths=(13, 9, 20)), losses.policy)
+    assert [one.total() for one in calls] == before
 
 
 def leaky(attend):

@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from hone.models.attention.packed import Packing, packed
-from hone.models.attention.stateful import Sequences, are_separate, separate_sequences, state_layers
+from hone.models.attention.stateful import (
+    Sequences,
+    are_separate,
+    separate_sequences,
+    state_layers,
+    takes_bounds,
+    use_bounds,
+)
 
 
 def decaying_sum(x, decay, initial_state=None):
@@ -48,6 +55,27 @@ class GoesOn(BeginsAnew):
         return decaying_sum(x, self.decay, initial_state=cache_params.recurrent_states[0] if known else None)
 
 
+def convolve(x, kernel, seq_idx=None):
+    parts = [x] if seq_idx is None else x.split(torch.bincount(seq_idx[0]).tolist(), 2)
+    return torch.cat([F.conv1d(F.pad(part, (3, 0)), kernel, groups=3) for part in parts], 2)
+
+
+def sum_up(x, decay, cu_seqlens=None):
+    parts = [x] if cu_seqlens is None else x.split(cu_seqlens.diff().tolist(), 1)
+    return torch.cat([decaying_sum(part, decay) for part in parts], 1)
+
+
+class TakesBounds(BeginsAnew):
+    """The same with kernels that take the bounds of a row, by the names that transformers gives them."""
+
+    def forward(self, hidden_states, cache_params=None, shift=None, **bounds):
+        self.calls.append(tuple(hidden_states.shape[:2]))
+        assert cache_params is None
+        x = convolve(hidden_states.transpose(1, 2), self.kernel, bounds.get("seq_idx")).transpose(1, 2)
+        found = sum_up(x, self.decay, cu_seqlens=bounds.pop("cu_seq_lens_q", None))
+        return found + shift[..., None], found[:, -1]
+
+
 class Pointwise(nn.Linear):
     """Sees one token at a time."""
 
@@ -64,6 +92,11 @@ def test_the_layout_is_the_one_by_hand():
     assert [batch.tolist() for batch in shared.batches] == [[[0, 1]], [[2, 3, 4]], [[5, 5]], [[6, 7, 8, 9]]]
     assert [None if begin is None else begin.tolist() for begin in shared.begins] == [None, [0], [0], None]
     assert (shared.prefixes, shared.places.tolist()) == (1, [0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
+    row = Sequences.end_to_end(packing_of([2, 3, 1], [None, 0, 0]))
+    assert [batch.tolist() for batch in row.batches] == [[[0, 1, 2, 3, 4, 0, 1, 5]]]
+    assert row.places.tolist() == [5, 6, 2, 3, 4, 7]
+    assert row.bounds["seq_idx"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    assert row.bounds["cu_seqlens"].tolist() == [0, 5, 8]
     padded = Sequences.of(packing_of([4, 1, 5, 4], [None] * 4))
     assert [batch.tolist() for batch in padded.batches] == [
         [[5, 6, 7, 8, 9], [0, 1, 2, 3, 3]],
@@ -79,7 +112,7 @@ def test_padding_adds_at_most_a_quarter_and_no_batch_is_larger_than_the_row(leng
     assert max(batch.numel() for batch in batches) <= sum(lengths)
 
 
-@pytest.mark.parametrize("cls", [BeginsAnew, GoesOn])
+@pytest.mark.parametrize("cls", [BeginsAnew, GoesOn, TakesBounds])
 @pytest.mark.parametrize("order", [tuple(range(11)), (6, 4, 0, 8, 2, 1, 9, 5, 3, 10, 7)])
 def test_values_and_gradients_are_those_of_each_sequence_alone(order, cls):
     torch.manual_seed(0)
@@ -101,12 +134,15 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(order, cls):
     expected = torch.autograd.grad((alone * weight).sum(), inputs)
 
     separate_sequences(layer)
+    assert takes_bounds(layer) == (cls is TakesBounds)
+    use_bounds(layer, takes_bounds(layer))
     layer.calls.clear()
     with packed(packing_of(lengths, parents)):
         found, state = layer(row, shift=shift)
     assert state is None  # states at the end of padded sequences mean nothing
     computed = sum(count * length for count, length in layer.calls)
     assert len(layer.calls) < 11
+    assert (len(layer.calls) == 1) == (cls is TakesBounds)
     assert (computed <= 1.25 * sum(lengths)) == (cls is GoesOn), "prefixes are computed once, or by each"
     torch.testing.assert_close(found[0], alone, rtol=0, atol=1e-10)
     for one, other in zip(torch.autograd.grad((found[0] * weight).sum(), inputs), expected, strict=True):

@@ -6,15 +6,17 @@
 A derivative compares structure, not size: a leak that rounding would hide is a number that is not zero. Values are
 compared too, with each sequence alone, because a choice (of experts, of keys) has no derivative. The row is long enough
 for windows, convolutions and chunks of 64 tokens. The small model has every kind of layer of the model, and its layers
-with a state are changed as the model's are (`hone.models.attention.stateful`).
+with a state are changed as the model's are (`hone.models.attention.stateful`). If their kernels take the bounds of
+packed sequences, a row without shared prefixes shows first whether they honour them.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel
 from hone.models.attention.adapting import adapt
 from hone.models.attention.indexed import indexers
 from hone.models.attention.packed import PACKED, Packing, packed
-from hone.models.attention.stateful import are_separate, separate_sequences, state_layers
+from hone.models.attention.stateful import are_separate, separate_sequences, state_layers, takes_bounds, use_bounds
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
 from hone.models.rotary import fix_rotary, longest_position, rotary_context
@@ -52,7 +54,9 @@ _LENGTHS = (
     *("sliding_window", "sliding_window_size", "chunk_size", "mamba_chunk_size", "block_size"),
     *("attention_chunk_size", "floor_scale", "index_topk"),
 )
-_proven: set[tuple[Any, ...]] = set()  # what this process has checked: evaluation engines share their policy's config
+# What this process has checked, and if kernels honour bounds: evaluation engines share their policy's config.
+_proven: dict[tuple[Any, ...], bool] = {}
+LOG = logging.getLogger("hone")
 
 
 def refuse_for_states(body: Any, name: str, asked: Mapping[str, bool]) -> None:
@@ -73,20 +77,36 @@ def check_isolation(body: Any, name: str, training: bool) -> None:
     """
     text = getattr(body, "language_model", body)  # of a model with images, sound or several parts
     device = next(text.parameters()).device
-    key = (_class_of(text), text.config.to_json_string(), str(device), are_separate(text), training)
-    if key in _proven:
-        return
-    small = _small_copy(text, name).to(device)
-    set_dropout(small, 0.0)
-    if are_separate(text):
-        separate_sequences(small)
-    row = _Row.of(longest_position(small.config, rotary_context(small)) or _LONGEST, device)
-    trial = _Trial(small, row, name)
-    trial.compare_values()
-    for train in (False, True) if training else (False,):
-        small.train(train)
-        trial.compare_structure()
-    _proven.add(key)
+    bounded = are_separate(text) and takes_bounds(text)
+    key = (_class_of(text), text.config.to_json_string(), str(device), are_separate(text), bounded, training)
+    if key not in _proven:
+        small = _small_copy(text, name).to(device)
+        set_dropout(small, 0.0)
+        if are_separate(text):
+            separate_sequences(small)
+        row = _Row.of(longest_position(small.config, rotary_context(small)) or _LONGEST, device)
+        bounded = bounded and _honours_bounds(small, row, name, training)
+        use_bounds(small, bounded)
+        _Trial(small, row, name).compare(training)
+        _proven[key] = bounded
+    use_bounds(text, _proven[key])
+
+
+def _honours_bounds(small: PreTrainedModel, row: _Row, name: str, training: bool) -> bool:
+    """Return whether kernels that take the bounds of packed sequences keep them apart; else say that they do not."""
+    use_bounds(small, True)
+    try:
+        _Trial(small, replace(row, parents=(None,) * len(row.lengths)), name).compare(training)
+    except ModelError:
+        kinds = sorted({type(layer).__name__ for layer in state_layers(small).values()})
+        LOG.warning(
+            "%s: the kernels of layers that carry a state (%s) do not keep the sequences of a row apart by its bounds "
+            "(seq_idx, cu_seqlens), so these layers get padded batches of sequences",
+            name,
+            ", ".join(kinds),
+        )
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +181,14 @@ class _Trial:
     @cached_property
     def _everything(self) -> Tensor:
         return torch.arange(sum(self._row.lengths), device=self._row.device)
+
+    def compare(self, training: bool) -> None:
+        """Compare values and structure; `training`: structure in training mode too."""
+        self._model.eval()
+        self.compare_values()
+        for train in (False, True) if training else (False,):
+            self._model.train(train)
+            self.compare_structure()
 
     @torch.no_grad()
     def compare_values(self) -> None:

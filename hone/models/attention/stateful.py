@@ -8,6 +8,10 @@ that several sequences share (see `Packing`) are computed once, without padding,
 behind them, with gradients. A layer whose kernel cannot begin with a state (Mamba 1, lightning attention) computes them
 for each of the sequences.
 
+Where the layer's kernels take the bounds of packed sequences (flash-linear-attention, causal-conv1d, mamba-ssm), and
+the check at start-up has found that they honour them, such a layer gets whole sequences end to end in one row, without
+padding, unless shared prefixes would make it longer than the batches above.
+
 hone finds these layers by what they do: they write a convolution or recurrent state into transformers' cache. A check
 at start-up proves that no other layer of the model carries one (`hone.engines.checks.isolation`).
 """
@@ -20,7 +24,8 @@ import itertools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +37,7 @@ from torch import Tensor, nn
 from hone.models.attention.packed import Packing, current_packing
 
 _WRITES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})  # methods of caches
+_BOUNDS = frozenset({"seq_idx", "cu_seqlens"})  # arguments of kernels
 _PADDED = 1.25  # tokens of a batch with padding, at most, for each without
 
 
@@ -41,9 +47,14 @@ def state_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) in kinds}
 
 
+def _functions(cls: type) -> Iterator[types.FunctionType]:
+    """The functions of a class, without decorators."""
+    found = (one for base in cls.__mro__ for one in vars(base).values() if inspect.isfunction(one))
+    return (inspect.unwrap(one) for one in found)
+
+
 def _writes_state(cls: type[nn.Module]) -> bool:
-    functions = (one for base in cls.__mro__ for one in vars(base).values() if inspect.isfunction(one))
-    return any(not _WRITES.isdisjoint(inspect.unwrap(one).__code__.co_names) for one in functions)
+    return any(not _WRITES.isdisjoint(one.__code__.co_names) for one in _functions(cls))
 
 
 def unknown_states(model: nn.Module) -> str:
@@ -62,6 +73,31 @@ def separate_sequences(model: nn.Module) -> None:
 def are_separate(model: nn.Module) -> bool:
     """Return whether `separate_sequences` changed every layer with a state of this model."""
     return all(getattr(layer.forward, "__func__", None) is separate for layer in state_layers(model).values())
+
+
+def takes_bounds(model: nn.Module) -> bool:
+    """Return whether a kernel that a layer with a state calls has an argument for the bounds of packed sequences.
+
+    transformers' own operations in PyTorch have none. Only a trial shows whether all kernels of a layer honour them.
+    """
+    return any(_kernel_takes_bounds(cls) for cls in {type(layer) for layer in state_layers(model).values()})
+
+
+def _kernel_takes_bounds(cls: type) -> bool:
+    for function in _functions(cls):
+        for name in function.__code__.co_names:
+            if inspect.isfunction(called := function.__globals__.get(name)):
+                # transformers puts a kernel of another package into a wrapper, under this name
+                kernel = inspect.getclosurevars(called).nonlocals.get("implementation", called)
+                if not _BOUNDS.isdisjoint(inspect.signature(kernel).parameters):
+                    return True
+    return False
+
+
+def use_bounds(model: nn.Module, use: bool) -> None:
+    """Let the kernels of layers with a state separate the sequences of a row by its bounds, or no more, in place."""
+    for layer in state_layers(model).values():
+        layer._hone_uses_bounds = use  # type: ignore[assignment]
 
 
 class Carried:
@@ -120,8 +156,7 @@ def goes_on(cls: Any, token_by_token: bool = True) -> bool:
     Those without a recurrent state do, by transformers' call for convolutions; so do those that give it to their
     kernel, and lightning attention, `token_by_token`. Mamba 1 begins anew.
     """
-    functions = (one for base in cls.__mro__ for one in vars(base).values() if inspect.isfunction(one))
-    codes = [inspect.unwrap(one).__code__ for one in functions]
+    codes = [one.__code__ for one in _functions(cls)]
     called = {name for code in codes for name in code.co_names}
     if "get_linear_cache" in called:
         return token_by_token
@@ -131,7 +166,7 @@ def goes_on(cls: Any, token_by_token: bool = True) -> bool:
     return not keywords.isdisjoint(("initial_state", "initial_states"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sequences:
     """The sequences of a packed row, in batches of like length."""
 
@@ -139,18 +174,34 @@ class Sequences:
     places: Tensor  # [T] int64: where each token of the row is in the batches, end to end
     begins: tuple[Tensor | None, ...]  # [n] int64 each: the prefix from which each sequence goes on; None: it begins
     prefixes: int = 0  # so many batches are prefixes, which are counted through them and have no padding
+    lengths: tuple[int, ...] = ()  # of sequences that are end to end in the only batch
 
     @classmethod
     def of(cls, packing: Packing) -> Sequences:
         """Whole sequences: a prefix that several share is in each of them; its tokens are read from one."""
-        segments, prefixes = _segments(packing)
-        whole = [
-            segment if parent is None else np.concatenate([segments[parent], segment])
-            for number, (segment, parent) in enumerate(zip(segments, packing.parents, strict=True))
-            if number not in prefixes
-        ]
+        whole = _whole(packing)
         groups = [(group, None) for group in _alike(whole, packing.num_tokens)]
         return cls._laid_out([([whole[i] for i in group], begin) for group, begin in groups], packing)
+
+    @classmethod
+    def end_to_end(cls, packing: Packing) -> Sequences:
+        """Whole sequences in one row, for kernels that take their bounds."""
+        whole = _whole(packing)
+        row = cls._laid_out([([np.concatenate(whole)], None)], packing)
+        return replace(row, lengths=tuple(len(one) for one in whole))
+
+    @cached_property
+    def bounds(self) -> dict[str, Tensor]:
+        """`lengths` as kernels want them: the number of each token's sequence [1, T], and the ends [N+1]; int32."""
+        lengths = torch.tensor(self.lengths)
+        number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        both = {"seq_idx": number, "cu_seqlens": F.pad(lengths.cumsum(0), (1, 0))}
+        return {name: one.to(self.places.device, torch.int32) for name, one in both.items()}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed, with padding."""
+        return sum(batch.numel() for batch in self.batches)
 
     @classmethod
     def going_on(cls, packing: Packing) -> Sequences:
@@ -198,6 +249,16 @@ def _segments(packing: Packing) -> tuple[list[_Tokens], set[int]]:
     return segments, {parent for parent in packing.parents if parent is not None}
 
 
+def _whole(packing: Packing) -> list[_Tokens]:
+    """Tokens of each sequence, with its prefix."""
+    segments, prefixes = _segments(packing)
+    return [
+        segment if parent is None else np.concatenate([segments[parent], segment])
+        for number, (segment, parent) in enumerate(zip(segments, packing.parents, strict=True))
+        if number not in prefixes
+    ]
+
+
 def _alike(sequences: Sequence[_Tokens], most: int) -> Iterator[list[int]]:
     """Batches of sequences, longest first, with little padding and at most `most` tokens or one sequence."""
     batch: list[int] = []
@@ -243,10 +304,13 @@ def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
         )
     cls: Any = type(layer)
     handed = any(parent is not None for parent in packing.parents) and goes_on(cls, token_by_token=False)
-    key, make = ("going on", Sequences.going_on) if handed else ("sequences", Sequences.of)
-    if key not in packing.layouts:
-        packing.layouts[key] = make(packing)
-    layout: Sequences = packing.layouts[key]
+    ways = [("going on", Sequences.going_on) if handed else ("sequences", Sequences.of)]
+    if getattr(layer, "_hone_uses_bounds", False):
+        ways.insert(0, ("end to end", Sequences.end_to_end))
+    for key, make in ways:
+        if key not in packing.layouts:
+            packing.layouts[key] = make(packing)
+    layout: Sequences = min((packing.layouts[key] for key, _ in ways), key=lambda one: one.num_tokens)
     given = dict(zip(inspect.signature(cls.forward).parameters, (layer, *args), strict=False)) | asked
     del given[next(iter(given))]  # the layer itself
     results: list[Any] = []
@@ -258,8 +322,19 @@ def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
             call |= {cache_argument(cls): carried}
             if begin is None:
                 states.append(carried)
+        if layout.lengths:
+            call |= _named(cls, layout.bounds)
         results.append(own_forward(layer, **call))
     return _joined(results, layout)
+
+
+def _named(cls: Any, bounds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The bounds by the names that the forward of a class takes, or passes on to its kernels."""
+    parameters = inspect.signature(cls.forward).parameters
+    if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return {name: one for name, one in bounds.items() if name in parameters}
+    renames = any("cu_seq_lens_q" in one.__code__.co_consts for one in _functions(cls))
+    return {"cu_seq_lens_q" if renames and name == "cu_seqlens" else name: one for name, one in bounds.items()}
 
 
 CACHES = ("cache_params", "past_key_values")  # names of the argument
