@@ -6,6 +6,7 @@ hone --socket--> supervisor --> BOOT, which becomes the command: the socket is i
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,12 @@ class PipedProcess(ServerProcess):
         own = [name for name in environment if name != FOLDER]  # the supervisor reads it, no program
         names = {NAMES: ":".join((*kept, *own))} if kept else {}
         super().__init__(name, command, {**environment, **names}, log)
+
+    def shorten_log(self, most: int) -> None:
+        """Empty the log if it has more than `most` bytes: it is a stranger's."""
+        if self.log.stat().st_size > most:
+            os.truncate(self.log, 0)  # the server appends
+            self._log_start = 0
 
     def _start(self, log: IO[bytes]) -> ProcessTree:
         self.socket, theirs = socket.socketpair()

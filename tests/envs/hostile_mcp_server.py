@@ -31,6 +31,13 @@ def called(number):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif WAY == "late":
         time.sleep(0.6)
+    elif WAY == "text and lists":
+        answer = [{"jsonrpc": "2.0", "id": True, "result": {}}, {**answer, "id": str(number)}]
+    elif WAY == "half a line":
+        sys.stdout.write('{"jsonrpc": "2.0", "id": 99}')
+    elif WAY == "log":
+        sys.stderr.write("e" * 100_000)
+        sys.stderr.flush()
     elif WAY == "environment":
         answer["result"]["content"][0]["text"] = " ".join(sorted(os.environ))
     send(answer)

@@ -16,7 +16,7 @@ import pytest
 from hone.config import ConfigError, build
 from hone.envs.base import ToolLost
 from hone.envs.episode import EpisodeRunner, Play
-from hone.envs.mcp import client
+from hone.envs.mcp import client, transports
 from hone.envs.mcp.environment import McpEnv
 from hone.envs.settings import EpisodeConfig, McpServer
 from hone.envs.text_codec import TextCodec
@@ -153,7 +153,7 @@ def hostile(loop, way, *calls, environment=None, **env):
     return loop(play()), max(pauses)
 
 
-@pytest.mark.parametrize("way", ["odd ids", "garbage"])
+@pytest.mark.parametrize("way", ["odd ids", "garbage", "text and lists"])
 def test_what_a_server_sends_beside_its_answer_changes_nothing_and_blocks_nobody(loop, way, caplog):
     said, pause = hostile(loop, way, Call("add"), Call("add"))
     assert said == [("", "2"), ("", "2")]
@@ -172,6 +172,26 @@ def test_a_stopped_server_is_noticed_by_the_call_that_was_late(loop, monkeypatch
         hostile(loop, "stop", Call("add"), tool_timeout_s=0.2)
     said, _ = hostile(loop, "late", Call("add"), tool_timeout_s=0.2)
     assert said == [("timeout", "error: add did not finish within 0.2 s")]
+
+
+def test_an_answer_that_cannot_be_read_is_the_servers_fault_and_no_slow_call(loop):
+    with pytest.raises(ToolLost, match=r"wrote a line that is no JSON, instead of an answer: b.*\"id\": 99"):
+        hostile(loop, "half a line", Call("add"), tool_timeout_s=0.2)
+
+
+def test_the_log_of_a_server_does_not_grow_without_end(loop, monkeypatch):
+    monkeypatch.setattr(transports, "MOST_LOG", 1_000)
+
+    async def play():
+        connected = client.McpClient("x", McpServer(command=["python", HOSTILE, "log"]))
+        await connected.start()
+        for _ in range(3):
+            assert (await connected.call("add", {})).text == "2"
+        size = connected._transport._process.log.stat().st_size
+        await connected.close()
+        return size
+
+    assert loop(play()) == 100_000  # of the last call
 
 
 def test_a_server_gets_named_variables_of_hones_environment_and_its_own(loop, monkeypatch):

@@ -131,7 +131,10 @@ class McpClient:
         return specs if wanted is None else [one for one in specs if one["function"]["name"] in wanted]
 
     async def check(self) -> None:
-        """Ask for a sign of life after a late call. Raises ToolLost, and ends the connection, if there is none."""
+        """Ask for a sign of life after a late call. Raises ToolLost, and ends the connection, if there is none.
+
+        So it does if the server wrote an answer that cannot be read: the call was not slow.
+        """
         try:
             async with asyncio.timeout(PING_S):
                 await self._ask("ping", {})
@@ -140,6 +143,9 @@ class McpClient:
             raise ToolLost(
                 f"the MCP server {self.name} did not answer a ping within {PING_S:g} s, after a call that was late"
             ) from error
+        if self._transport is not None and (line := self._transport.broken):
+            await self.close()
+            raise ToolLost(f"the MCP server {self.name} wrote a line that is no JSON, instead of an answer: {line}")
 
     async def _ask(self, method: str, params: Mapping[str, Any]) -> Rpc:
         if self._transport is None:

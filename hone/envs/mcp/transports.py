@@ -29,10 +29,12 @@ from hone.processes.supervisor import FOLDER
 from hone.processes.untrusted_json import parse_json_apart
 
 LOG = logging.getLogger("hone.envs")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGEST_MESSAGE = 64 << 20  # bytes
 STOP_S = 2.0  # how long a server may take to end after SIGTERM
 LINES_IN_TURN = 64  # of one server, before others are served
 MOST_WARNINGS = 10  # about lines that are no messages
+MOST_LOG = 64 << 20  # bytes that a server may write to its log before hone empties it
 MOST_UNREAD = 8 << 20  # bytes of answers that a server has not read
 NO_METHOD = -32601
 Rpc = dict[str, Any]
@@ -57,6 +59,10 @@ class Transport(Protocol):
     def lost(self) -> bool:
         """Return whether the connection is known to be broken."""
 
+    @property
+    def broken(self) -> str:
+        """The last line that begins like a message and is none, "" without one."""
+
     def log(self) -> str:
         """The last lines that the server wrote to its log, for an error."""
 
@@ -74,6 +80,7 @@ class PipeTransport:
         self._reading: asyncio.Task[None] | None = None
         self._end = ""
         self._garbage = 0  # lines that were no messages
+        self.broken = ""
 
     async def open(self) -> None:
         try:
@@ -85,6 +92,7 @@ class PipeTransport:
 
     async def request(self, message: Rpc) -> Rpc:
         number = message["id"]
+        self._process.shorten_log(MOST_LOG)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             await self.notify(message)
@@ -154,21 +162,24 @@ class PipeTransport:
                 one.set_exception(ToolLost(self._end))
 
     async def _received(self, line: bytes) -> None:
+        line = line.removeprefix(BYTE_ORDER_MARK)
         try:
-            message = await parse_json_apart(line)
+            found = await parse_json_apart(line)
         except ValueError:
             self._garbage += 1
+            if self._waiting and line.lstrip(b"\xff\xfe \t").startswith((b"{", b"[")):
+                self.broken = repr(line[:100])
             if self._garbage <= MOST_WARNINGS:
                 LOG.warning("%s wrote a line to its output that is not a message: %.100r", self._process.name, line)
             return
-        if isinstance(message, dict) and "method" in message:
-            if "id" in message:
-                self._answer(message)
-            return
-        number = message.get("id") if isinstance(message, dict) else None
-        waiting = self._waiting.get(number) if isinstance(number, int | str) else None
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        for message in found if isinstance(found, list) else [found]:  # protocol 2025-03-26 has lists of messages
+            if isinstance(message, dict) and "method" in message:
+                if "id" in message:
+                    self._answer(message)
+            elif (
+                isinstance(message, dict) and (waiting := self._waiting.get(number_of(message))) and not waiting.done()
+            ):
+                waiting.set_result(message)
 
     def _answer(self, request: Rpc) -> None:
         """Answer a request of the server. Raises Unread if it does not read the answers."""
@@ -191,13 +202,14 @@ class HttpTransport:
         self._headers = {**headers, "Accept": "application/json, text/event-stream"}
         self._session: aiohttp.ClientSession | None = None
         self.lost = False
+        self.broken = ""
 
     async def open(self) -> None:
         self._session = http_session()
 
     async def request(self, message: Rpc) -> Rpc:
         async for found in self._post(message):
-            if found.get("id") == message["id"] and "method" not in found:
+            if number_of(found) == message["id"] and "method" not in found:
                 return found
             if "method" in found and "id" in found:  # the server asks something, such as a ping
                 await self.notify(answer_to(found))
@@ -246,6 +258,20 @@ class HttpTransport:
             raise ToolLost(f"the MCP server {self._name} at {self._url} is lost: {reason}") from error
 
 
+def number_of(response: Rpc) -> int:
+    """The number of the request that a response answers, which some servers write as text or 1.0; 0 for none.
+
+    >>> number_of({"id": 7}), number_of({"id": "7"}), number_of({"id": 7.0}), number_of({"id": True})
+    (7, 7, 7, 0)
+    """
+    found = response.get("id")
+    if isinstance(found, str):
+        return int(found) if found.isdecimal() and len(found) < 16 else 0
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return 0
+    return int(found) if abs(found) < 1 << 53 and found == int(found) else 0
+
+
 def answer_to(request: Rpc) -> Rpc:
     """The answer to a request of the server: hone answers a ping, and offers it nothing else."""
     head = {"jsonrpc": "2.0", "id": request["id"]}
@@ -271,10 +297,11 @@ async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[Rpc]:
         while kind == "text/event-stream" and (event := _first_event(held, searched)) is not None:
             searched = 0
             data = [line[5:].lstrip(b" ") for line in event.splitlines() if line.startswith(b"data:")]
-            if data:
-                yield _object(await parse_json_apart(b"\n".join(data)))
+            for message in _objects(await parse_json_apart(b"\n".join(data))) if data else ():
+                yield message
     if kind != "text/event-stream" and held.strip():
-        yield _object(await parse_json_apart(bytes(held)))
+        for message in _objects(await parse_json_apart(bytes(held))):
+            yield message
 
 
 def _first_event(held: bytearray, searched: int) -> bytes | None:
@@ -288,10 +315,13 @@ def _first_event(held: bytearray, searched: int) -> bytes | None:
     return event
 
 
-def _object(value: Any) -> Rpc:
-    if not isinstance(value, dict):
-        raise ValueError(f"a message should be a JSON object, found {type(value).__name__}")
-    return value
+def _objects(value: Any) -> list[Rpc]:
+    """One message, or a list of some. Raises ValueError for anything else."""
+    found = value if isinstance(value, list) else [value]
+    for one in found:
+        if not isinstance(one, dict):
+            raise ValueError(f"a message should be a JSON object, found {type(one).__name__}")
+    return found
 
 
 __all__ = ["LARGEST_MESSAGE", "HttpTransport", "PipeTransport", "Rpc", "Transport"]
