@@ -38,7 +38,13 @@ def judged(greedy: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup]
         f"{found.ever:.0%}; {found.mixed:.0%} of the groups have different rewards; {found.cut:.0%} of the answers are "
         "cut off"
     )
-    return [line, f"verdict: {verdict(found)}"]
+    lines = [line, f"verdict: {verdict(found)}"]
+    if config.warm_start is not None:
+        lines.append(
+            f"note: these are answers of the model before warm_start, whose {config.warm_start.steps} supervised steps "
+            "come before the first answer of the run"
+        )
+    return lines
 
 
 def measured(
@@ -78,6 +84,12 @@ def verdict(found: Baseline) -> str:
         return (
             f"template wrong: {found.marked:.0%} of the answers have marks of a chat template; the model does not know "
             "where its turn ends: set data.chat_template, or rollout.sampling.stop"
+        )
+    if found.cut >= NEARLY:
+        return (
+            "no answer ended before the limit: either it is too low, or the model never stops, as base models do; "
+            "raise rollout.sampling.max_response_tokens, and if still none ends, set rollout.sampling.stop or "
+            "fine-tune first (warm_start)"
         )
     if found.cut > CUT:
         return f"cut off: {found.cut:.0%} of the answers reach the limit; raise rollout.sampling.max_response_tokens"

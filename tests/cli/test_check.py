@@ -54,7 +54,11 @@ def test_the_figures_of_first_answers():
     [
         ([group(0.0, 0.0)], "too hard: hardly a group has different rewards"),
         ([group(2.0, 2.0)], "too easy: 100%"),
-        ([group(0.0, 1.0, status=Status.TRUNCATED)], "cut off: 100%"),
+        (
+            [group(0.0, 1.0, status=Status.TRUNCATED)],
+            "no answer ended before the limit: either it is too low, or the m",
+        ),
+        ([group(0.0, 1.0, status=Status.TRUNCATED), group(0.0)], "cut off: 67%"),
         ([group(0.0, 1.0, text=" ")], "template wrong: 100% of the answers are empty"),
         ([group(0.0, 1.0, text="so<|im_end|>")], "template wrong: 100% of the answers have marks"),
         ([group(0.0, 2.0), group(0.0, 0.0), group(0.0, 1.0)], "sampling loses much: greedy answers are right in 100%"),
@@ -65,10 +69,20 @@ def test_the_verdict_says_what_to_change(sampled, expected):
     assert verdict(measured([group(2.0)], sampled, "solved", 1.0)).startswith(expected)
 
 
+def test_the_verdict_says_that_a_warm_start_comes_first(tmp_path):
+    warm = "warm_start={data: {train: {path: rows.jsonl}}, steps: 7, samples_per_step: 1}"
+    notes = [
+        judged([group(2.0)], [group(0.0, 2.0)], load_recipe(recipe(tmp_path), more).config) for more in ([], [warm])
+    ]
+    assert [len(lines) for lines in notes] == [2, 3]
+    assert "answers of the model before warm_start, whose 7 supervised steps" in notes[1][-1]
+
+
 def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
     path = recipe(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert main(["check", str(path), "--baseline", "--prompts", "2"]) == 0
+    likeliest = ["rollout.sampling.temperature=1.0", "rollout.sampling.min_p=1.0"]  # so all answers are equal
+    assert main(["check", str(path), *likeliest, "--baseline", "--prompts", "2"]) == 0
     out = capsys.readouterr().out
     lines = dict(line.split(":", 1) for line in out.strip().splitlines())
     assert "prompts of" in lines["data"]
@@ -79,6 +93,7 @@ def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
     assert "GiB at the most, in backward" in lines["memory"]
     assert lines["evaluation.sets.held_out"] == " 8 rows"
     assert "pass@4" in lines["before training"]
+    assert "; 0% of the groups have different rewards" in lines["before training"]
     assert lines["verdict"]
     left = [one for one in tmp_path.rglob("*") if "__pycache__" not in one.parts]  # Python's own, of the task
     assert sorted(left) == before

@@ -116,7 +116,7 @@ def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path, capfd, make, mes
     ("override", "message"),
     [
         ("updat.epochs=2", "did you mean 'update'"),
-        ("evaluation.sampling.top_k=5", "temperature is 0 (greedy), so top_k and top_p have no effect"),
+        ("evaluation.sampling.top_k=5", "temperature is 0 (greedy), so top_k, top_p and min_p have no effect"),
         ("evaluation.samples=4", "samples = 4 with greedy sampling"),
         ("rollout.sampling={temperature: 0, min_p: 0.1}", "so top_k, top_p and min_p have no effect"),
         ("rollout.sampling.temperature=0", "temperature = 0 (greedy) with update.samples_per_prompt = 4: all answers"),

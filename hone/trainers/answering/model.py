@@ -26,7 +26,7 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.metrics import Timer
-from hone.trainers.policy.checks import full_context
+from hone.trainers.policy.checks import context_of, full_context
 from hone.trainers.policy.generation import sampling_params
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
@@ -57,12 +57,21 @@ class AnsweringModel:
     renderer: Renderer
     rollout: RolloutHandle
     sampling: SamplingParams
+    context: int | None = None  # tokens of a prompt with its answer; None: no limit that was not said already
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _shortened: Iterator[int] = field(default_factory=itertools.count)  # answers that have less room
 
     def request(self, messages: Sequence[Message], seed: int, folder: Path = Path()) -> GenerationRequest:
         """The request for one answer; paths of images begin in `folder`. Raises RenderingError."""
         shown = self.renderer.with_images(messages, folder)
         prompt = self.renderer.render_prompt(shown)
+        room = (self.context or 0) - len(prompt)
+        if self.context and 0 < room < self.sampling.max_tokens and not next(self._shortened):
+            LOG.warning(
+                "a prompt of %d tokens leaves %d of max_response_tokens=%d, as the model's context is %d: its answer "
+                "may end earlier, and so may those to other long prompts",
+                *(len(prompt), room, self.sampling.max_tokens, self.context),
+            )
         return GenerationRequest(
             f"answer/{next(self._numbers)}", prompt, replace(self.sampling, seed=seed), images_in(shown)
         )
@@ -95,7 +104,8 @@ def answering(model: ModelConfig, how: Answering, loop: EventLoop) -> Iterator[A
         try:
             policy = place_role("policy", TrainSpec(model, how.engine), runtime, recorder)
             rollout.sync_from(policy, version=0)
-            yield AnsweringModel(renderer, rollout, sampling_params(renderer, how.rollout.sampling))
+            context = None if full else context_of(model)
+            yield AnsweringModel(renderer, rollout, sampling_params(renderer, how.rollout.sampling), context)
         finally:
             rollout.close()
 

@@ -69,14 +69,19 @@ def check_room(config: PolicyRunConfig, model: ModelConfig) -> None:
 
 def full_context(sampling: SamplingConfig, model: ModelConfig) -> str:
     """Describe how the longest response alone fills the context of `model`; empty: it does not."""
-    read = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
-    context, asked = longest_position(read, model.used.context), sampling.max_response_tokens
+    context, asked = context_of(model), sampling.max_response_tokens
     if context is None or asked < context:
         return ""
     return (
         f"max_response_tokens={asked} leaves no room for a prompt: the model's context is {context} tokens; set it "
         f"below {context}"
     )
+
+
+def context_of(model: ModelConfig) -> int | None:
+    """The longest sequence of a model in tokens; None: it has no limit."""
+    read = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
+    return longest_position(read, model.used.context)
 
 
 def narrow_room(config: PolicyRunConfig, context: int, longest: int) -> str:

@@ -56,7 +56,8 @@ def baseline_answers(
     """The greedy answer to each of the first training prompts, and a group of answers sampled as in training."""
     rows: dict[str, PromptSetConfig] = {"train": config.data.train.model_copy(update={"max_rows": prompts})}
     sampling, samples = config.rollout.sampling, config.update.samples_per_prompt
-    chosen = EvaluationSamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    kept_as = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    chosen = EvaluationSamplingConfig(**kept_as)
     passes = [PolicyEvaluationConfig(sets=rows)]
     passes.append(PolicyEvaluationConfig(sets=rows, samples=samples, sampling=chosen))
     with _answering(config, model, {}) as (generation, context):

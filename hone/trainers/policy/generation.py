@@ -273,7 +273,7 @@ class Generation:
             temperature=chosen.temperature,
             top_k=chosen.top_k,
             top_p=chosen.top_p,
-            min_p=0.0,
+            min_p=chosen.min_p,
             max_tokens=chosen.max_response_tokens or self.play.sampling.max_tokens,
             routed_experts=False,
             adapter=adapter,

@@ -36,15 +36,17 @@ class EvaluationSamplingConfig(Config):
     temperature: float = setting(0.0, "divides the logits; 0 takes the likeliest token (greedy)", ge=0)
     top_k: int = setting(0, "sample among the k likeliest tokens; 0: all", unit="tokens", ge=0)
     top_p: float = setting(1.0, "sample among the likeliest tokens that together have this probability", gt=0, le=1)
+    min_p: float = setting(0.0, "sample among tokens with this fraction of the likeliest one's probability", ge=0, le=1)
     max_response_tokens: int | None = setting(
         None, "longest completion; default: rollout.sampling.max_response_tokens", unit="tokens", ge=1
     )
 
     @model_validator(mode="after")
     def _greedy_has_no_filter(self) -> EvaluationSamplingConfig:
-        if self.temperature == 0 and (self.top_k != 0 or self.top_p != 1):
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             raise ValueError(
-                "temperature is 0 (greedy), so top_k and top_p have no effect; set temperature above 0, or remove them"
+                "temperature is 0 (greedy), so top_k, top_p and min_p have no effect; set temperature above 0, or "
+                "remove them"
             )
         return self
 
