@@ -169,7 +169,7 @@ tracker = OpenTelemetryTracker(OpenTelemetrySettings(endpoint=sys.argv[1]), run)
 note("driver", "generate")
 note("vllm-0", "generate")
 note("driver", "backward")
-tracker.log(1, {"reward/mean": 0.5})
+tracker.log(1, {"reward/mean": 0.5, "eval/held out/mean@4": 1.0, "eval/ä/" + "x" * 400: 2.0})
 tracker.close("finished")
 """
 
@@ -212,7 +212,8 @@ def test_a_collector_of_opentelemetry_gets_steps_phases_and_metrics():
                     spans[one.name, lane] = one
         if path == "/v1/metrics":
             for metric in ExportMetricsServiceRequest.FromString(body).resource_metrics[0].scope_metrics[0].metrics:
-                points[metric.name] = metric.gauge.data_points[0].as_double
+                (point,) = metric.gauge.data_points
+                points[metric.name, point.attributes[0].value.string_value[:20]] = point.as_double
     assert set(spans) == {
         ("step", ""),
         ("generate", "driver"),
@@ -225,4 +226,8 @@ def test_a_collector_of_opentelemetry_gets_steps_phases_and_metrics():
     assert (
         step.start_time_unix_nano <= phase.start_time_unix_nano <= phase.end_time_unix_nano <= step.end_time_unix_nano
     )
-    assert points == {"hone.reward.mean": 0.5}
+    assert points == {
+        ("hone.reward.mean", "reward/mean"): 0.5,
+        ("hone.eval.held_out.mean_4", "eval/held out/mean@4"): 1.0,
+        ("hone.eval._." + "x" * 233, "eval/ä/xxxxxxxxxxxxx"): 2.0,
+    }

@@ -13,7 +13,7 @@ from typing import Any
 from hone import __version__
 from hone.config import Choice
 from hone.tracking.activity import Activities
-from hone.tracking.base import FINISHED, RunInfo, Tracker, flat_config
+from hone.tracking.base import FINISHED, RunInfo, Tracker, flat_config, plain_name, printable
 from hone.tracking.catalogue import describe_metric
 from hone.tracking.settings import OpenTelemetrySettings
 
@@ -32,6 +32,7 @@ except ImportError as error:
         f"pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http ({error})"
     ) from error
 
+_NAME_LENGTH = 240
 _RARELY_MS = 24 * 3600 * 1000  # metrics are sent after each step, not on a clock
 
 
@@ -74,11 +75,11 @@ class OpenTelemetryTracker(Tracker):
         span.end(_ns(now))
         self._step_began = now
         for name, value in values.items():
-            if name not in self._gauges:
+            plain = gauge_of(name)
+            if plain not in self._gauges:
                 known = describe_metric(name)
-                meaning = known.meaning if known else ""
-                self._gauges[name] = self._meter.create_gauge(f"hone.{name.replace('/', '.')}", description=meaning)
-            self._gauges[name].set(value)
+                self._gauges[plain] = self._meter.create_gauge(plain, description=known.meaning if known else "")
+            self._gauges[plain].set(value, {"hone.metric": printable(name)})
         self._traces.force_flush(self._timeout_ms)
         self._meters.force_flush(self._timeout_ms)
 
@@ -88,6 +89,15 @@ class OpenTelemetryTracker(Tracker):
         span.end()
         self._traces.shutdown()
         self._meters.shutdown(self._timeout_ms)
+
+
+def gauge_of(name: str) -> str:
+    """The gauge of a metric, in the letters and the length that OpenTelemetry allows. Several metrics may share one.
+
+    >>> gauge_of("eval/held out/mean@4")
+    'hone.eval.held_out.mean_4'
+    """
+    return "hone." + plain_name(name).replace("/", ".").replace(" ", "_")[:_NAME_LENGTH]
 
 
 def _ns(seconds: float) -> int:
