@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from hone.models.numerics.products import VARIABLE, prepare
 from tests.forks import CONTEXT
 
 DEADLINE_S = 240
@@ -27,11 +28,13 @@ def run_ranks(world, function, *arguments, timeout_s=60):
     """What `function(*arguments)` returns on each of `world` ranks: a dict of JSON values and tensors.
 
     A rank whose process ends by itself gives None; the others then have to say {"alone": True}. `timeout_s` is how long
-    a rank waits for the others once all have met.
+    a rank waits for the others once all have met. All compute products in the way that this process has chosen, as the
+    ranks of a run do: by trials of their own on a busy machine, replicated weights would differ in their last bits.
     """
+    ways = ",".join({prepare(torch.float32), prepare(torch.bfloat16)})
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            CONTEXT.Process(target=_rank, args=(rank, world, folder, timeout_s, function, arguments), daemon=True)
+            CONTEXT.Process(target=_rank, args=(rank, world, folder, timeout_s, ways, function, arguments), daemon=True)
             for rank in range(world)
         ]
         for process in ranks:
@@ -53,10 +56,11 @@ def _read(folder, rank):
     return json.loads((folder / f"{rank}.json").read_text()) | load_file(folder / f"{rank}.safetensors")
 
 
-def _rank(rank, world, folder, timeout_s, function, arguments):
+def _rank(rank, world, folder, timeout_s, ways, function, arguments):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ[VARIABLE] = ways
     try:
         dist.init_process_group(
             "gloo",
