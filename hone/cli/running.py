@@ -20,7 +20,7 @@ from hone.cli.errors import (
     sigterm_as_ctrl_c,
 )
 from hone.composition import ConfigError
-from hone.diagnosis.live import tell_of_memory
+from hone.diagnosis.live import note_memory, tell_of_memory
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.tracking.base import Interrupted, TrackingError, printable
@@ -65,6 +65,7 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
             _try_page(folder)
         raise
     except BaseException as error:  # every other failure, also of foreign code, is reported with the run folder
+        note_memory(error)
         kept = keep_traceback(folder, error)
         if ranks.is_first() and _begun(folder) != before:
             tell_of_memory(folder, say)

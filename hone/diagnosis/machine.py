@@ -9,18 +9,25 @@ from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
 from hone.diagnosis.trends import RECENT
-from hone.tracking.report.rundata import IN_PHASE, cause_of
+from hone.tracking.report.prediction import resident
+from hone.tracking.report.rundata import HELD, IN_PHASE, cause_of
 
 MEMORY_WORDS = ("out of memory", "outofmemory", "memoryerror", "cannot allocate memory", "defaultcpuallocator")
 PHASES = ("generate", "reward", "forward", "backward", "weight_sync", "trainer_wait")
 FULL_DISK = 0.03
+SHOWN_PARTS = 5
 SLOW_REPLICA = 0.5
 """Share of the speed of the others."""
 
 
+def is_of_memory(text: str) -> bool:
+    """Return whether a traceback says that memory was short."""
+    return any(words in text.lower() for words in MEMORY_WORDS)
+
+
 def out_of_memory(run: Evidence) -> Iterator[Finding]:
     """The run ended because memory was short."""
-    if not any(words in run.failure.lower() for words in MEMORY_WORDS):
+    if not is_of_memory(run.failure):
         return
     phases = [line.removeprefix(IN_PHASE) for line in run.failure.splitlines() if line.startswith(IN_PHASE)]
     where = f" in {phases[0]}" if phases else ""  # the innermost
@@ -39,16 +46,32 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
     yield Finding(
         "stops",
         f"out of memory{where}",
-        cause_of(run.failure)[:200],
+        "; ".join([cause_of(run.failure)[:200], *_resident(run, phases[0] if phases else "")]),
         "Weights, optimizer state, activations of one micro-batch and the KV cache share the memory; "
         "`hone plan` computes them, by phase.",
         tuple(tries),
     )
 
 
+def _resident(run: Evidence, phase: str) -> Iterator[str]:
+    """What the process held at the end, if the model was in it, and what the forecast says that it holds then."""
+    held = [line for line in run.failure.splitlines() if line.startswith(HELD)]
+    if held and run.setting("runtime.backend.name", "local") == "local":
+        yield held[-1]
+    parts = resident(run.folder, phase)
+    if parts:
+        named = [f"{what} {_gib(size)}" for what, size in parts[:SHOWN_PARTS]]
+        total = _gib(sum(size for _, size in parts))
+        yield f"resident then, as predicted at launch: {', '.join(named)} ({total} in all)"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
+
+
 def ended_in_an_error(run: Evidence) -> Iterator[Finding]:
     """The run failed for another reason than memory."""
-    if run.failure and not any(words in run.failure.lower() for words in MEMORY_WORDS):
+    if run.failure and not is_of_memory(run.failure):
         tries = (
             f"read {run.folder / 'failure.txt'}",
             "run the same command again: it continues from the last checkpoint",

@@ -12,6 +12,8 @@ from hone.diagnosis.evidence import read_evidence
 from hone.diagnosis.rules import findings
 from hone.tracking.findings import read_findings
 from hone.tracking.trackers.jsonl import rollout_lines
+from hone.weights import in_process
+from hone.weights.digests.row_digest import RowDigest
 from tests.faults.test_full_disk import fill
 from tests.trainers.tiny import recipe
 
@@ -139,6 +141,36 @@ def test_spikes_a_slow_reward_and_another_support(tmp_path):
     assert "the sampling support, because sampling cuts the vocabulary" in gap.meaning
 
 
+class Rotten(RowDigest):
+    """The digest of received weights; it is right, and then memory of the rollout engine changes."""
+
+    def add_many(self, tensors):
+        self.received = list(tensors)
+        super().add_many(self.received)
+
+    def hexdigest(self):
+        found = super().hexdigest()
+        for name, tensor in getattr(self, "received", []):
+            if "embed" in name:
+                tensor.mul_(1.5)
+        return found
+
+
+def test_weights_that_change_after_a_sync_beside_a_router_and_another_precision(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_process, "RowDigest", Rotten)
+    model = {"architecture": "qwen3_moe", "hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    apart = {
+        "model": {"build": {**model, "max_positions": 32, "characters": "abcd", "options": experts}},
+        "rollout": {"builtin": {"dtype": "bfloat16"}, "sampling": {"max_response_tokens": 3}},
+        "weights": {"verify": "probe"},
+    }
+    _, found = train(tmp_path, 7, apart)
+    gap = found["rollout and trainer disagree"]
+    assert "Likely, from the metrics and settings: the weights, because the probe differs after a sync" in gap.meaning
+    assert gap.tries[1:3] == ("actor.moe.routing_replay=rollout", "one dtype on both sides")
+
+
 def test_a_disk_that_is_nearly_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -183,4 +215,9 @@ def test_a_run_that_runs_out_of_memory(tmp_path):
     (one,) = [one for one in read_findings(tmp_path / "run") if one["weight"] == "stops"]
     assert one["title"] == "out of memory in backward"
     assert any(words in one["seen"] for words in ("allocate memory", "MemoryError"))
+    held, predicted = one["seen"].split("; ")[1:]
+    assert re.fullmatch(r"memory of this process: \d+ MiB, at most \d+ MiB, of [\d,]+ MiB", held)
+    assert predicted.startswith("resident then, as predicted at launch: process before loading ")
+    for part in ("actor optimizer state", "actor weights", "actor gradients"):
+        assert f"{part} " in predicted
     assert "out of memory in backward: try actor.max_tokens_per_microbatch=" in done.stderr

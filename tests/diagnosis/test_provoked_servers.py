@@ -41,16 +41,23 @@ def stopped_most_of_the_time(process):
 
 
 @pytest.mark.slow
-def test_a_replica_whose_device_is_shared(tmp_path):
+def test_a_replica_whose_device_is_shared_and_that_dies(tmp_path):
     with ExitStack() as faults:
 
         def share(step, metrics):
-            if step == 1:
+            if step in (1, 8):
                 (second,) = [one for one in servers() if "builtin-1" in arguments_of(one)[4]]
-                faults.enter_context(stopped_most_of_the_time(second))
+                if step == 1:
+                    faults.enter_context(stopped_most_of_the_time(second))
+                else:
+                    os.kill(second, signal.SIGKILL)
 
         told, _ = train(tmp_path, 9, {"rollout": {**SHORT, "replicas": 2}}, on_step=share)
     assert told["a rollout replica is slow"]["seen"].startswith("replica 1 generates at ")
+    assert told["a rollout server failed"]["seen"] in (
+        "1 restarts, the first in step 9",
+        "1 of 2 replicas served from step 9",
+    )
 
 
 @pytest.mark.slow

@@ -165,6 +165,14 @@ def test_parts_of_a_reward_may_have_dots_and_a_speed_no_number(tmp_path):
     assert found.seen.startswith("form, of 2 parts, makes 99%")
 
 
+def test_throughput_that_fell_names_the_phase_and_the_replica_that_is_slow(tmp_path):
+    slow = {"perf/slowest_replica_speed": flat(0.3), "perf/slowest_replica": flat(1.0)}
+    phase = {"perf/tokens_per_s": SLOWER, "perf/generate_s": [6.0] * 12 + [20.0] * 8}
+    seen = titles(run_folder(tmp_path, HEALTHY | slow | phase))["throughput fell"].seen
+    assert "before step 13" in seen
+    assert "perf/generate_s grew from 6 to 20 s; replica 1 generates at 30% of the speed" in seen
+
+
 def test_one_answer_to_a_prompt_has_no_variance_to_miss(tmp_path):
     metrics = {**HEALTHY, "rollout/zero_variance_fraction": flat(1.0)}
     settings = {**SETTINGS, "update": {"samples_per_prompt": 1}}
@@ -176,6 +184,13 @@ def test_a_run_that_ended_says_why(tmp_path):
     found = titles(run_folder(tmp_path, HEALTHY, failure=text))["out of memory in backward"]
     assert found.seen == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     assert found.tries[:2] == ("actor.max_tokens_per_microbatch=8192", "actor.activation_checkpointing=true")
+    held = "memory of this process: 900 MiB, at most 950 MiB, of 1,000 MiB"
+    (tmp_path / "prediction.json").write_text('{"memory": {"backward": 3}}')  # somebody has changed it
+    found = titles(run_folder(tmp_path, HEALTHY, failure=f"{text}{held}\n"))["out of memory in backward"]
+    assert found.seen == f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; {held}"
+    ray = SETTINGS | {"runtime": {"backend": {"name": "ray"}}}  # the ranks are other processes
+    found = titles(run_folder(tmp_path, HEALTHY, failure=f"{text}{held}\n", settings=ray))
+    assert "of this process" not in found["out of memory in backward"].seen
     found = titles(run_folder(tmp_path, HEALTHY, failure="Traceback ...\nValueError: no such row"))
     assert found["the run ended in an error"].seen == "ValueError: no such row"
 

@@ -82,6 +82,24 @@ def read_prediction(folder: Path, columns: Columns) -> Prediction | None:
     return Prediction(source, memory=memory, seconds=seconds)
 
 
+def resident(folder: Path, phase: str) -> list[tuple[str, int]]:
+    """Parts of the memory in a phase of a run as predicted, with bytes, the largest first; empty if that is not known.
+
+    `phase` is the run's name of it. A phase that no forecast has is taken as the one that needs most.
+    """
+    found = _read(folder / PREDICTION_FILE)
+    names = [name for name, ones in PHASES.items() if phase in ones]
+    names += [WITH[name] for name in names if name in WITH]
+    try:
+        memory = found["memory"]
+        here = [memory[name] for name in names if name in memory] or [memory[found["peak"]["phase"]]]
+        parts = max(here, key=lambda one: one["bytes"])["parts"]
+        sizes = [(f"{one['role']} {one['what']}", int(one["bytes"])) for one in parts]
+    except (AttributeError, LookupError, TypeError, ValueError):  # no prediction, or a file that somebody has changed
+        return []
+    return sorted(sizes, key=lambda one: -one[1])
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty if there is none, or a launch that was killed has left half of it."""
     try:

@@ -29,6 +29,7 @@ from hone.tracking.trackers.jsonl import (
 
 CONFIG_FILE = "config.yaml"
 IN_PHASE = "in phase "  # begins the note that `Timer.phase` adds to an error
+HELD = "memory of this process: "  # begins the note that an error of memory gets at the end of a run
 
 MAX_POINTS = 2_000  # per curve; more are thinned to the minimum and maximum of each interval
 MAX_COLUMNS = 300  # of the chart of a step's time
@@ -169,8 +170,8 @@ def read_failure(run_dir: Path) -> str:
 
 
 def cause_of(failure: str) -> str:
-    """The line of a traceback that names the error; the notes below it name the phase."""
-    lines = (line for line in reversed(failure.splitlines()) if line.strip() and not line.startswith(IN_PHASE))
+    """The line of a traceback that names the error; the notes below it name phase and memory."""
+    lines = (line for line in reversed(failure.splitlines()) if line.strip() and not line.startswith((IN_PHASE, HELD)))
     return next(lines, "")
 
 
