@@ -95,6 +95,38 @@ def test_every_product_is_right_when_a_way_is_forced(limits, way):
         assert max(errors.values()) <= limits[name], errors
 
 
+SHAPES = """
+import torch
+from hone import machine
+from hone.models.numerics.products import prepare
+from hone.platforms.host_memory import give_back
+
+def held():
+    give_back()
+    return machine.resident()[0]
+
+prepare(torch.float32)
+weights = torch.ones(128, 128)
+for rows in range(3, 700):
+    if rows == 103:
+        before = held()
+    torch.mm(torch.ones(rows, 128), weights)
+print(held() - before)
+"""
+
+
+def test_products_of_ever_new_shapes_do_not_fill_the_memory():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    environment = {**os.environ, products.VARIABLE: "onednn", "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in environment.items() if not name.endswith("CACHE_CAPACITY")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHAPES], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8 * 2**20
+
+
 def test_torch_s_own_products_stay_when_they_are_forced(monkeypatch):
     monkeypatch.setattr(products, "_chosen", {})
     monkeypatch.setenv(products.VARIABLE, "torch")

@@ -38,6 +38,9 @@ def test_a_run_has_its_prediction_beside_what_happened(tmp_path, capsys):
     seconds = {one["what"]: one for one in found["seconds"]}
     assert {"generate", "forward", "backward", "sync", "checkpoint"} <= {k for k, v in memory.items() if v["measured"]}
     assert {"generate", "backward", "step"} <= {k for k, v in seconds.items() if v["measured"] and v["predicted"]}
+    phases = [one["measured"] for what, one in memory.items() if "peak" not in what and one["measured"]]
+    assert memory["peak"]["measured"] >= max(phases)
+    assert memory["peak with freed memory"]["measured"] > 100 * MIB
     ratio = memory["peak"]["predicted"] / memory["peak"]["measured"]
     assert 0.7 < ratio < 1.3  # a tiny model: the process itself is almost all of it
     assert json.loads((run / "peaks.json").read_text())["roles"]["actor"] > 100 * MIB

@@ -32,6 +32,10 @@ _WORTH = 1.5  # times as fast as torch's own; a wide margin, so that all process
 _FEW = 2  # rows; for so few, reading the weights is all the work, and rounded ones are half as long
 _WIDEST = 1 << 24  # numbers of an operand that are held in float32 at a time; 64 MiB
 
+# oneDNN keeps a compiled product for each shape, up to 1,024 of them, and so does torch's interface to it. A run has a
+# new shape with almost every micro-batch, and a step has a few dozen.
+_KEPT = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64")
+
 _chosen: dict[torch.dtype, str] = {}
 _own: dict[str, Any] = {}  # name of an operation -> torch's kernel, for those that were replaced
 _library: list[torch.library.Library] = []  # what is registered lives as long as its library
@@ -47,6 +51,8 @@ def prepare(dtype: torch.dtype, device: str = "cpu") -> str:
     if device != "cpu":
         return TORCH
     if dtype not in _chosen:
+        for variable, shapes in _KEPT.items():
+            os.environ.setdefault(variable, shapes)  # both are read with the first product
         _chosen[dtype] = _choose(dtype)
         if _chosen[dtype] != TORCH:
             _install()

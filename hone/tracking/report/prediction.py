@@ -120,8 +120,14 @@ def _memory(found: Mapping[str, Any], file: Mapping[str, Any], peaks: Mapping[st
         here = max(predicted[name], predicted.get(WITH.get(name, ""), 0))
         there = max((measured[one] for one in names if one in measured), default=None)
         yield Row(name, here, there)
-    most = max([*measured.values(), *peaks.get("roles", {}).values()], default=None)
-    yield Row("peak", max(predicted.values()), most)
+    used, resident = max(measured.values(), default=None), max(peaks.get("roles", {}).values(), default=None)
+    if on_cpu and used is not None:  # memory that was freed and is kept for the next array is no phase's
+        yield Row("peak", max(predicted.values()), used)
+        yield Row("peak with freed memory", None, resident)
+    else:
+        yield Row(
+            "peak", max(predicted.values()), max([one for one in (used, resident) if one is not None], default=None)
+        )
 
 
 def _base(phase: Mapping[str, Any]) -> int:
