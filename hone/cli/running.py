@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +21,16 @@ from hone.cli.errors import (
     sigterm_as_ctrl_c,
 )
 from hone.composition import ConfigError
-from hone.diagnosis.live import note_memory, tell_of_memory
+from hone.diagnosis.live import tell_of_memory
+from hone.diagnosis.machine import is_of_memory
+from hone.platforms.base import current_platform
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.tracking.base import Interrupted, TrackingError, printable
 from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.answers import Answer, read_beside, reward_of, shown, titles
 from hone.tracking.report.build import build_report
+from hone.tracking.report.rundata import HELD
 from hone.tracking.terminal import LastingConsole
 from hone.trainers.run.folder import finished_steps, set_aside
 
@@ -65,13 +69,21 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
             _try_page(folder)
         raise
     except BaseException as error:  # every other failure, also of foreign code, is reported with the run folder
-        note_memory(error)
+        _note_memory(error)
         kept = keep_traceback(folder, error)
         if ranks.is_first() and _begun(folder) != before:
             tell_of_memory(folder, say)
         _try_page(folder)
         raise RunFailed(folder, error, kept) from error
     _show_finished(folder, console)
+
+
+def _note_memory(error: BaseException) -> None:
+    """Add what this process holds to an error of memory, while the tensors of its frames are there."""
+    if is_of_memory("".join(traceback.format_exception(error))):
+        memory = current_platform().memory()
+        now, most, total = (f"{size / 2**20:,.0f} MiB" for size in (memory.allocated, memory.peak, memory.total))
+        error.add_note(f"{HELD}{now}, at most {most}, of {total}")
 
 
 def _show_finished(folder: Path, console: LastingConsole, interrupted: bool = False) -> None:

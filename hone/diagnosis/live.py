@@ -9,7 +9,6 @@ grown by 5 %, so all looks together take time in proportion to the steps: docs/d
 
 from __future__ import annotations
 
-import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -18,12 +17,10 @@ from typing import Any, TypeVar
 
 from hone.composition import ConfigError
 from hone.diagnosis.evidence import Evidence, Finding, read_evidence, read_settings
-from hone.diagnosis.machine import is_of_memory, out_of_memory
+from hone.diagnosis.machine import out_of_memory
 from hone.diagnosis.rules import RULES, sorted_by_weight
-from hone.platforms.base import current_platform
 from hone.tracking.findings import add_finding, read_findings, replace_findings
 from hone.tracking.report.columns import Column, MetricsFile
-from hone.tracking.report.rundata import HELD
 from hone.tracking.trackers.jsonl import METRICS_FILE
 
 T = TypeVar("T")
@@ -130,14 +127,6 @@ class LiveRules:
         except OSError as error:
             self._can_write = False
             self._say(f"warning: findings.jsonl cannot be written ({error.strerror or error}): charts lack their marks")
-
-
-def note_memory(error: BaseException) -> None:
-    """Add what this process holds to an error of memory, while the tensors of its frames are there."""
-    if is_of_memory("".join(traceback.format_exception(error))):
-        memory = current_platform().memory()
-        now, most, total = (f"{size / 2**20:,.0f} MiB" for size in (memory.allocated, memory.peak, memory.total))
-        error.add_note(f"{HELD}{now}, at most {most}, of {total}")
 
 
 def tell_of_memory(folder: Path, say: Callable[[str], None]) -> None:

@@ -54,7 +54,7 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
 
 
 def _resident(run: Evidence, phase: str) -> Iterator[str]:
-    """What the process held at the end, if the model was in it, and what the forecast says that it holds then."""
+    """Name what the process held at the end, if the model was in it, and what the forecast counts in the phase."""
     held = [line for line in run.failure.splitlines() if line.startswith(HELD)]
     if held and run.setting("runtime.backend.name", "local") == "local":
         yield held[-1]
