@@ -4,17 +4,21 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
 
+import hone
 from hone.cli.main import COMMANDS
 from hone.config import load
 from hone.runtime.settings import RaySettings
 from hone.service.settings import ServeConfig
 from hone.tracking.catalogue import METRICS
+from tests.trainers.tiny import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -133,6 +137,39 @@ def test_dashboard_and_alerts_name_metrics_that_a_run_gives_to_prometheus():
     used = {name for text in expressions for name in re.findall(r"hone_\w+", text)}
     assert len(alerts) == 3
     assert {name for name in used - made if name != "hone_eval_"} == set()
+
+
+SELECTOR = re.compile(r"(?P<name>hone_\w+)?(?:\{(?P<labels>[^}]*)\})?")
+
+
+def test_what_a_run_serves_has_every_series_of_the_dashboard_and_the_alerts(tmp_path):
+    """A real run, whose endpoint is scraped between two of its steps."""
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = []
+
+    def scrape(step, metrics):
+        if step == 4:
+            served.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode())
+
+    trackers = [{"name": "jsonl"}, {"name": "prometheus", "port": port}]
+    path = recipe(tmp_path, {"run": {"steps": 4}, "tracking": {"trackers": trackers}})
+    hone.train(path, on_step=scrape)
+    samples = [one for family in parser.text_string_to_metric_families(served[0]) for one in family.samples]
+    folder = DEPLOY / "prometheus"
+    rules = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    missing = []
+    for text in [one["expr"] for one in rules] + [target["expr"] for one in panels for target in one["targets"]]:
+        for found in SELECTOR.finditer(text):
+            labels = dict(re.findall(r'(\w+)=~"([^"]*)"', found["labels"] or ""))
+            wanted = found["name"] or labels.pop("__name__", "")
+            chosen = [one for one in samples if re.fullmatch(wanted, one.name) and labels.keys() <= one.labels.keys()]
+            if wanted and not chosen:
+                missing.append(wanted)
+    assert missing == []
 
 
 def test_the_unit_of_the_service_starts_a_command_that_there_is():

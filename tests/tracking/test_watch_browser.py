@@ -143,13 +143,15 @@ async def follow(runs, tmp_path):
             if pictures:
                 await page.picture(Path(pictures) / "watch-1400.png")
 
-            # on a phone, in the dark, at that link
-            await page.open("about:blank")
-            await page.open(link, width=400, dark=True)
-            await page.until("document.querySelector('.detail h3')?.textContent.includes('step 6')")
-            assert await page.run("document.documentElement.scrollWidth") <= 400
-            assert await page.run("document.documentElement.dataset.theme") == "dark"
-            assert await page.run("document.body.dataset.faults + document.getElementById('lost').textContent") == "0"
+            # on a phone and on a screen, in the light and in the dark, at that link
+            for width, dark in ((1400, True), (400, False), (400, True)):
+                await page.open("about:blank")
+                await page.open(link, width=width, dark=dark)
+                await page.until("document.querySelector('.detail h3')?.textContent.includes('step 6')")
+                assert await page.run("document.documentElement.scrollWidth") <= width
+                assert await page.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+                lost = "document.body.dataset.faults + document.getElementById('lost').textContent"
+                assert await page.run(lost) == "0"
             if pictures:
                 await page.picture(Path(pictures) / "watch-400.png")
     # without the page there is no server any more
