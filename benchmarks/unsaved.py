@@ -9,7 +9,6 @@ import sys
 
 from hone.cli.main import main
 from hone.trainers.policy.trainer import PolicyTrainer
-from hone.trainers.run import launch
 from hone.trainers.run.loop import Trainer
 from hone.trainers.supervised.trainer import SupervisedTrainer
 
@@ -17,11 +16,10 @@ from hone.trainers.supervised.trainer import SupervisedTrainer
 def save_nothing(trainer: type[Trainer]) -> None:
     """Leave out the checkpoints and the export of a trainer's runs in this process."""
     trainer.save = lambda self, step: None  # type: ignore[method-assign]
-    trainer.finish = lambda self: None  # type: ignore[method-assign]
+    trainer._finish = lambda self, step: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     save_nothing(PolicyTrainer)
     save_nothing(SupervisedTrainer)
-    launch.write_card = lambda *arguments: None  # there is no export to describe
     sys.exit(main(sys.argv[1:]))
