@@ -233,7 +233,7 @@ def _from_pretrained(
             )
     except ModelError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{_source(model)} cannot be loaded: {reason}") from error
     if report["missing_keys"]:

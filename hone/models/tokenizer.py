@@ -73,8 +73,10 @@ def _generation_ends(model: ModelConfig) -> tuple[int, ...]:
         found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} should hold a JSON object: {error}") from error
-    ends = found if isinstance(found, list) else [found]
-    return tuple(end for end in ends if isinstance(end, int) and not isinstance(end, bool))
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if wrong := [end for end in ends if not isinstance(end, int) or isinstance(end, bool)]:
+        raise ModelError(f"{path}: eos_token_id should be the id of a token, or a list of ids, found {wrong[0]!r:.80}")
+    return tuple(ends)
 
 
 def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:

@@ -10,9 +10,11 @@ An actor lives until `leave`; Ray ends it when the driver ends.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import re
+import signal
 import socket
 import time
 import weakref
@@ -44,6 +46,7 @@ SHARE_OF_CPU = 0.001  # CPU share of a rank or server: there may be more than co
 PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables that the driver passes on
 QUIET_S = 5.0  # without devices, before that is said
 GLANCE_S = 0.05  # between checks for an actor's answer
+DEFAULT_ACTION = None  # of a signal: SIG_DFL of C
 AGAIN_S = 0.5  # before a new attempt to start an actor
 ASK_S = 5.0  # time limit for fetching a finished answer
 
@@ -202,6 +205,9 @@ class _HostedObject:
         """Create the object, `hosted(number of its devices, *arguments)`; return the machine's address and id."""
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not on {socket.gethostname()}: all machines have to see the run")
+        # Ray's handler of SIGTERM waits for the coroutines here, of which one lasts as long as its server: the actor
+        # would neither end nor answer. Python's own function works in the main thread only.
+        ctypes.CDLL(None).signal(signal.SIGTERM, DEFAULT_ACTION)
         os.chdir(folder)
         os.environ.update(environment)
         platform, context = current_platform(), ray.get_runtime_context()

@@ -254,6 +254,9 @@ def test_the_ends_of_the_generation_config_end_answers(tokenizer, tmp_path):
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"generation_config\.json should hold a JSON object"):
         load_tokenizer(model)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "<|call|>"}')
+    with pytest.raises(ModelError, match=r"eos_token_id should be the id of a token, .* found '<\|call\|>'"):
+        load_tokenizer(model)
 
 
 @pytest.mark.parametrize(

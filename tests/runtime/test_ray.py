@@ -1,5 +1,6 @@
 """The Ray runtime over real actors: the figures of one process, errors with names in bounded time, loopback only."""
 
+import asyncio
 import gc
 import inspect
 import json
@@ -17,8 +18,9 @@ from hone.config import ConfigError, load
 from hone.data.packing import Sample, pack_samples
 from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime import ray as runtime
-from hone.runtime.base import WorkerFailed
+from hone.runtime.base import ActorLost, WorkerFailed
 from hone.runtime.batch_plan import to_array, to_tensor
+from hone.runtime.ray_cluster import RayDevices, _answer
 from hone.runtime.ray_patches import kept_sigterm, on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.tracking.base import RunInfo
@@ -26,7 +28,7 @@ from hone.tracking.settings import TraceSettings
 from hone.tracking.trackers.trace import TraceTracker, read_trace
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
-from tests.runtime.workers import SQUARE, Broken, Echo, Hanging, Killed, LongRows, Second, Spec
+from tests.runtime.workers import SQUARE, Broken, Echo, Hanging, Killed, LongRows, Second, Spec, Waiting
 from tests.trainers.tiny import metrics, recipe
 
 LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
@@ -239,6 +241,23 @@ def test_ray_leaves_the_end_of_a_run_to_hone(pool):
     with kept_sigterm():  # while it starts, too
         import_module("ray._private.utils").set_sigterm_handler(signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) is stopped
+
+
+def test_an_actor_of_a_server_ends_by_sigterm_though_it_waits_for_the_server(pool):
+    """Ray's own handler waits for the coroutines, so that the actor would neither answer nor end."""
+
+    async def lost():
+        devices = RayDevices(None, import_module("ray").get_runtime_context().get_node_id(), BOUND_S)
+        actor = await devices.start_actor(Waiting)
+        call = actor.begin("ended")
+        os.kill(await actor.ask("process", timeout_s=BOUND_S), signal.SIGTERM)
+        try:
+            return await _answer(call, 20.0)
+        finally:
+            actor.leave()
+
+    with pytest.raises(ActorLost):
+        asyncio.run(lost())
 
 
 def test_the_patches_are_still_needed(pool):

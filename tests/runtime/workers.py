@@ -1,5 +1,6 @@
 """Workers that the tests of the Ray runtime place: in a file that an actor imports quickly."""
 
+import asyncio
 import os
 import signal
 import time
@@ -98,3 +99,16 @@ class Hanging(Worker):
         if self.data_parallel_rank == 0:
             dist.barrier()
         time.sleep(1000)
+
+
+class Waiting:
+    """An object of an actor, one of whose coroutines lasts as long as a server."""
+
+    def __init__(self, devices):
+        pass
+
+    async def process(self):
+        return os.getpid()
+
+    async def ended(self):
+        await asyncio.sleep(1000)
