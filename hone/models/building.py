@@ -78,7 +78,7 @@ def _sizes(build: BuildConfig, fields: set[str]) -> dict[str, Any]:
             values[theirs] = value
         elif name == "layers" and any(isinstance(one, list) and len(one) == value for one in build.options.values()):
             continue  # a list of the kinds of layers says how many there are (Nemotron-H)
-        elif name in build.model_fields_set:
+        elif getattr(build, name) != type(build).model_fields[name].default:
             raise ModelError(
                 f"model.build.{name}={getattr(build, name)} does not exist in architecture {build.architecture!r}; "
                 "remove it, or choose another architecture"

@@ -66,6 +66,8 @@ def test_options_reach_the_architecture_and_unknown_ones_are_refused():
         build_config(BuildConfig(**moe, options={"num_expert": 4}))
     with pytest.raises(ModelError, match="unknown architecture 'quen3'; did you mean 'qwen3'"):
         build_config(BuildConfig(**TINY | {"architecture": "quen3"}))
+    written_out = BuildConfig(architecture="gpt2", kv_heads=None, head_size=None)  # as a dump of its settings says
+    assert build_config(written_out).n_head == 4
     with pytest.raises(ModelError, match="kv_heads=2 does not exist in architecture 'gpt2'"):
         build_config(BuildConfig(**TINY | {"architecture": "gpt2"}))
 
