@@ -95,7 +95,7 @@ def test_every_product_is_right_when_a_way_is_forced(limits, way):
         assert max(errors.values()) <= limits[name], errors
 
 
-SHAPES = """
+EVER_NEW = """
 import torch
 from hone import machine
 from hone.models.numerics.products import prepare
@@ -121,7 +121,7 @@ def test_products_of_ever_new_shapes_do_not_fill_the_memory():
     environment = {**os.environ, products.VARIABLE: "onednn", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.endswith("CACHE_CAPACITY")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SHAPES], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-W", "error", "-c", EVER_NEW], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 8 * 2**20
