@@ -35,6 +35,7 @@ class LossRule:
     needs: tuple[str, ...] = (ADVANTAGES, LOGPROBS)
     takes: tuple[str, ...] = ()
     settings: Mapping[str, float] = field(default_factory=dict)
+    factor: str = ADVANTAGES  # the input with which a token's gradient is 0, too; empty: none
 
 
 def _cross_entropy(logprobs: Tensor, batch: Batch, settings: Mapping[str, float]) -> Tensor:
@@ -78,10 +79,10 @@ def _gspo(logprobs: Tensor, batch: Batch, settings: Mapping[str, float]) -> Tens
 
 CLIP = {LOW: 0.8, HIGH: 1.2}
 LOSSES: Mapping[str, LossRule] = {
-    "cross_entropy": LossRule(_cross_entropy, needs=(), takes=(WEIGHTS,)),
+    "cross_entropy": LossRule(_cross_entropy, needs=(), takes=(WEIGHTS,), factor=WEIGHTS),
     "importance_sampling": LossRule(_importance_sampling),
     "ppo": LossRule(_ppo, takes=(LOW, HIGH), settings=CLIP),
     "cispo": LossRule(_cispo, takes=(LOW, HIGH), settings=CLIP),
-    "dro": LossRule(_dro, settings={"beta": 0.05}),
+    "dro": LossRule(_dro, settings={"beta": 0.05}, factor=""),
     "gspo": LossRule(_gspo, (ADVANTAGES, LOGPROBS, RATIO_MASK), takes=(LOW, HIGH), settings=CLIP),
 }

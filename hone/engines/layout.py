@@ -26,7 +26,7 @@ from hone.models.vision.model import RowImages, positions_of
 from hone.spans import cumulative, ranges, repeat
 from hone.types import Batch, BatchImages
 
-_SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
+SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
 _MORE = 1.25  # times as many micro-batches pay off if each prompt is computed about once
 
 
@@ -122,7 +122,7 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
         if shared and batch.images is not None:
             shared = _shared_by_images(batch.images, sequences, shared)
         parent = None
-        if shared >= _SHORTEST:
+        if shared >= SHORTEST:
             parent = len(segments)
             segments.append(_Segment(ends[sequences[0]], shared))
         for i in sequences:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -139,14 +140,15 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         return torch.cat([getattr(one, name) for one in batches])
 
     lengths = torch.cat([one.lengths for one in batches])
-    number = torch.arange(len(lengths))
+    starts = accumulate((one.num_sequences for one in batches), initial=0)
+    groups = [one.group_index + start for one, start in zip(batches, starts, strict=False)]  # of one model each
     return Batch(
         token_ids=cat("token_ids"),
         position_ids=cat("position_ids"),
         loss_mask=cat("loss_mask"),
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-        group_index=number,
-        episode_index=number.clone(),
+        group_index=torch.cat(groups),
+        episode_index=torch.arange(len(lengths)),
         ids_at=None if batches[0].ids_at is None else cat("ids_at"),
     )
 

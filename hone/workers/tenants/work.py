@@ -4,13 +4,15 @@
                                       <--split---- log-probs [N] or [N, K] of each datum
 
 Where the targets are the tokens that follow, as usual, the batch has them as its tokens. Other targets, such as the K
-tokens of a teacher, are looked up in the same distribution (`Batch.ids_at`).
+tokens of a teacher, are looked up in the same distribution (`Batch.ids_at`). Sequences that begin alike, such as
+answers to one prompt, are a group of the batch, so that an engine computes their beginning once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,13 @@ from numpy.typing import NDArray
 
 from hone.algorithms.summed_losses import HIGH, LOSSES, LOW
 from hone.data.packing import Sample, pack_samples
+from hone.engines.layout import SHORTEST
 from hone.types import Batch, LossOutput, ModelOutput, Need
 
 TARGETS = "target_tokens"
 ROW = "command_row"  # extra of a batch: the number of each token in the command
 AT = "logprobs_at"  # of an engine's forward: log-probs of `Batch.ids_at`
+LARGEST_GROUP = 64  # sequences that share their beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class CommandLoss:
     def __init__(self, name: str, settings: Mapping[str, float], rows: int, width: int) -> None:
         """`rows`: tokens of the command's batch; `width`: targets of each, 0: the next token of the sequence."""
         self._formula, self._settings, self.width = LOSSES[name].formula, settings, width
+        self.zero_without_advantage = bool(LOSSES[name].factor)  # an engine asks for it: such sequences are not trained
         self.needs: frozenset[Need] = frozenset({AT} if width else ())
         self.logprobs = torch.zeros(rows, width) if width > 1 else torch.zeros(rows)
         self._losses = torch.zeros(rows, dtype=torch.float64)
@@ -95,15 +100,50 @@ def work_of(loss: str, settings: Mapping[str, float], data: Sequence[Datum], for
         Sample((*datum.tokens.tolist(), int(target[-1].flat[0])), (0, *([1] * len(datum.tokens))))
         for datum, target in zip(data, targets, strict=True)
     ]
-    batch = pack_samples(samples)
+    batch = pack_samples(samples).with_(group_index=beginning_alike([one.token_ids for one in samples]))
     extras = {name: _column(data, name, settings, width) for name in (*rule.needs, *rule.takes)}
     extras[ROW] = torch.arange(batch.num_tokens)
     batch = batch.with_(loss_weights=torch.ones(batch.num_tokens), extras=extras)
+    if rule.factor:
+        batch = batch.with_(advantages=extras[rule.factor].view(batch.num_tokens, -1).abs().sum(1))
     if width:
         batch = batch.with_(ids_at=torch.from_numpy(_spread(targets, width, np.int64)))
     widths = tuple(target.shape[1] if target.ndim == 2 else 0 for target in targets)
     lengths = tuple(len(datum.tokens) for datum in data)
     return Work(batch, CommandLoss(loss, settings, batch.num_tokens, width), lengths, widths, forward_only)
+
+
+def beginning_alike(sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Number groups of sequences whose common beginnings are as many tokens as possible, [N] int64.
+
+    >>> beginning_alike([(1, 2, 3, 4, 5), (5, 6), (1, 2, 3, 4, 7)]).tolist()
+    [0, 1, 0]
+    """
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)  # those that begin alike are neighbours
+    common = [0, *(_shared_beginning(sequences[one], sequences[other]) for one, other in pairwise(order))]
+    saved, begin = [0], [0]  # of the first sequences in this order: tokens, and where the last group begins
+    for end in range(1, len(order) + 1):
+        best, start, alike = saved[-1], end - 1, len(sequences[order[end - 1]])
+        for first in range(end - 1, max(end - LARGEST_GROUP, 0), -1):
+            alike = min(alike, common[first])
+            if alike < SHORTEST:
+                break
+            if (found := saved[first - 1] + alike * (end - first)) > best:
+                best, start = found, first - 1
+        saved.append(best)
+        begin.append(start)
+    groups, end = torch.zeros(len(order), dtype=torch.int64), len(order)
+    while end:
+        groups[order[begin[end] : end]] = min(order[begin[end] : end])
+        end = begin[end]
+    return groups
+
+
+def _shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens at the beginning of both."""
+    shortest = min(len(one), len(other))
+    differ = np.asarray(one[:shortest]) != np.asarray(other[:shortest])
+    return int(differ.argmax()) if differ.any() else shortest
 
 
 def _width(data: Sequence[Datum], targets: Sequence[NDArray[np.int64]]) -> int:
@@ -134,4 +174,4 @@ def _spread(rows: Sequence[NDArray[Any]], width: int, dtype: type[np.generic]) -
     return found
 
 
-__all__ = ["TARGETS", "CommandLoss", "Datum", "Work", "work_of"]
+__all__ = ["TARGETS", "CommandLoss", "Datum", "Work", "beginning_alike", "work_of"]
