@@ -122,10 +122,10 @@ class Tenant:
 class Served:
     """A service in a process of its own."""
 
-    def __init__(self, folder: Path, tenants: int = 1, path: str | None = None) -> None:
+    def __init__(self, folder: Path, tenants: int = 1, path: str | None = None, longest: int = LONGEST) -> None:
         model = {"path": path} if path else {"build": BUILD}
         run = {"kind": "serve", "model": model, "names": ["base"], "folder": str(folder / "run")}
-        training = {"compute_dtype": "float32", "max_tokens_per_microbatch": LONGEST, "lora_alpha": ALPHA}
+        training = {"compute_dtype": "float32", "max_tokens_per_microbatch": longest, "lora_alpha": ALPHA}
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump({**run, "listen": {"port": 0}, "training": training}), encoding="utf-8")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -226,29 +226,35 @@ def overhead(pairs: int, tokens: int) -> None:
     said(f"through the service, {tokens} tokens a step", times["there"], times["here"])
 
 
-def runs(pairs: int, steps: int) -> None:
+def runs(pairs: int, steps: int, base: str | None) -> None:
+    """Train recipes/smollm2 with an adapter if `base` is its model, and else a toy."""
+    recipe = f"recipes/{'smollm2/grpo' if base else 'tinker/reverse'}.yaml"
+    adapter = ("actor.lora.rank=8", "actor.compute_dtype=float32") if base else ()
+    longest = 2048 if base else LONGEST  # as the recipes have it
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hone("sft", "recipes/tinker/base.yaml", f"run.dir={folder / 'base'}")
-        base = str(folder / "base" / "export")
-        with closing(Served(folder, path=base)) as served:
+        if base is None:
+            hone("sft", "recipes/tinker/base.yaml", f"run.dir={folder / 'base'}")
+            base = str(folder / "base" / "export")
+        with closing(Served(folder, path=base, longest=longest)) as served:
             service = ("runtime.backend=tinker", f"runtime.backend.url={served.url}", "runtime.backend.base_model=base")
             os.environ["TINKER_API_KEY"] = served.key
             times: dict[str, list[float]] = {"there": [], "here": []}
-            apart = 0.0
+            apart = [0.0] * steps
             for pair in range(pairs):
                 found = {}
                 for way in ("there", "here") if pair % 2 else ("here", "there"):
                     run, more = folder / f"{way}-{pair}", service if way == "there" else ()
                     settings = (f"model.path={base}", f"run.dir={run}", f"run.steps={steps}", "evaluation.sets={}")
-                    hone("train", "recipes/tinker/reverse.yaml", *settings, *more)
+                    hone("train", recipe, *settings, *adapter, *more)
                     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                     found[way] = [one for one in map(json.loads, lines) if "perf/step_s" in one]
                     times[way] += [statistics.median(one["perf/step_s"] for one in found[way][2:])]
-                for one, other in zip(found["here"], found["there"], strict=True):
-                    apart = max(apart, *(abs(one[key] - other[key]) for key in ("reward/mean", "train/loss")))
+                for step, (one, other) in enumerate(zip(found["here"], found["there"], strict=True)):
+                    differ = (abs(one[key] - other[key]) for key in ("reward/mean", "train/loss"))
+                    apart[step] = max(apart[step], *differ)
     said(f"a step through client and service, beside in one process ({steps} steps)", times["there"], times["here"])
-    print(f"largest difference of reward/mean and train/loss: {apart:.2g}")
+    print(f"largest difference of reward/mean and train/loss: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
 
 
 def hone(*command: str) -> None:
@@ -285,13 +291,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=20, help="of each run of `runs`")
-    parser.add_argument("--model", help="of `sharing`, instead of a built one of 0.8 M parameters")
+    parser.add_argument("--model", help="of `sharing` and `runs`, instead of a built one")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.what == "sharing":
         sharing(chosen.pairs, chosen.model)
     elif chosen.what == "runs":
-        runs(chosen.pairs, chosen.steps)
+        runs(chosen.pairs, chosen.steps, chosen.model)
     else:
         {"overhead": overhead, "tenants": tenants, "losses": losses}[chosen.what](chosen.pairs, chosen.tokens)
 
