@@ -59,7 +59,7 @@ def spelled(value: Any) -> str:
 
 
 def in_ascii(text: str) -> str:
-    """The text with digits and signs of ASCII for those of full width and the digits of other scripts.
+    """The text with ASCII digits and signs, in place of full-width ones and of digits of other scripts.
 
     >>> in_ascii("４２／３"), in_ascii("٧٢"), in_ascii("5²")
     ('42/3', '72', '5²')

@@ -56,7 +56,7 @@ _TOKEN = re.compile(r"<\|[\w.-]{1,40}\|>")  # a special one, which a response ma
 _LABEL = re.compile(  # of the answer itself, in a box
     r"(\\text\s?\{\s?)?(?:(?:the|my|final|correct)\s){0,3}answer\s?(?:is\b|:|=)\s?:?\s{0,3}(\}\s?)?", re.IGNORECASE
 )
-_STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # x**2; those of bold text stand at the end of a word
+_STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # a power, x**2; not the stars around **bold** text
 _EAST_ASIAN_LETTER = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _EAST_ASIAN = re.compile(rf"(?<={_EAST_ASIAN_LETTER})(?=[-\d$\\])|(?<=\d)(?={_EAST_ASIAN_LETTER})")
 _SPELLINGS = str.maketrans({

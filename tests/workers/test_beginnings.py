@@ -9,7 +9,7 @@ from hone.engines.layout import lay_out
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.workers.tenants.training import Base
-from hone.workers.tenants.work import LARGEST_GROUP, Datum, beginning_alike, work_of
+from hone.workers.tenants.work import GROUP_TOKENS, LARGEST_GROUP, Datum, beginning_alike, work_of
 
 PROMPTS = [[10, 11, 12, 20, 21, 22], [10, 11, 12, 30, 31, 32, 33]]
 TINY = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=64)
@@ -37,6 +37,8 @@ def test_sequences_that_begin_alike_are_a_group():
     assert beginning_alike(nested).tolist() == [0, 1, 1]  # 9 tokens once instead of 4 tokens twice
     many = beginning_alike([(1, 2, 3, 4)] * (LARGEST_GROUP + 1))
     assert many.unique(return_counts=True)[1].max() == LARGEST_GROUP
+    long = beginning_alike([(1, 2, 3, 4, *([5 + number] * (GROUP_TOKENS // 3))) for number in range(7)])
+    assert long.unique(return_counts=True)[1].max() == 3  # they are in memory at once
 
 
 def opened(dtype):

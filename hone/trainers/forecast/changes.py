@@ -219,7 +219,7 @@ def _meshes(config: Any, sizes: Sizes, machine: Machine) -> list[Overrides]:
 
 
 def _shares(heads: int, pairs: int, tensor: int, sequence: int) -> bool:
-    """Return whether tensor ranks share out the heads, and sequence ranks those of a tensor rank."""
+    """Return whether tensor ranks divide the heads evenly, and sequence ranks the heads of each tensor rank."""
     if heads % tensor or pairs % tensor:
         return False
     pairs //= tensor
@@ -230,7 +230,7 @@ _Placements = Iterable[tuple[Overrides, Sequence[Overrides], Sequence[Overrides]
 """Devices of the trainer, each with the servers and the values of staleness that are tried with them."""
 
 _PLACEMENTS: _Placements = [({"actor.activation_checkpointing": one}, [{}], [{}]) for one in (False, True)]
-"""Of a run that generates nothing: every mesh with and without checkpointing."""
+"""Candidates for a run that generates nothing: every mesh, with and without activation checkpointing."""
 
 
 def _policy_placements(config: PolicyRunConfig, machine: Machine) -> _Placements:

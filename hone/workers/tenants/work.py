@@ -28,6 +28,7 @@ TARGETS = "target_tokens"
 ROW = "command_row"  # extra of a batch: the number of each token in the command
 AT = "logprobs_at"  # of an engine's forward: log-probs of `Batch.ids_at`
 LARGEST_GROUP = 64  # sequences that share their beginning
+GROUP_TOKENS = 2_048  # beyond the beginning that they share: an engine takes a group at once, and has to have room
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,10 @@ def beginning_alike(sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
     saved, begin = [0], [0]  # of the first sequences in this order: tokens, and where the last group begins
     for end in range(1, len(order) + 1):
         best, start, alike = saved[-1], end - 1, len(sequences[order[end - 1]])
+        tokens = alike
         for first in range(end - 1, max(end - LARGEST_GROUP, 0), -1):
-            alike = min(alike, common[first])
-            if alike < SHORTEST:
+            alike, tokens = min(alike, common[first]), tokens + len(sequences[order[first - 1]])
+            if alike < SHORTEST or tokens - alike * (end - first + 1) > GROUP_TOKENS:
                 break
             if (found := saved[first - 1] + alike * (end - first)) > best:
                 best, start = found, first - 1
