@@ -8,7 +8,7 @@ from itertools import accumulate
 from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
-from hone.diagnosis.trends import RECENT
+from hone.diagnosis.trends import RECENT, Curve, Point
 from hone.tracking.report.prediction import resident
 from hone.tracking.report.rundata import HELD, IN_PHASE, cause_of
 
@@ -18,6 +18,8 @@ FULL_DISK = 0.03
 SHOWN_PARTS = 5
 SLOW_REPLICA = 0.5
 """Share of the speed of the others."""
+SLOW_RANK = 0.7
+"""The same of a rank: all ranks wait for it in every layer."""
 
 
 def is_of_memory(text: str) -> bool:
@@ -102,8 +104,7 @@ def throughput_fell(run: Evidence) -> Iterator[Finding]:
             grown.append((median(new) - median(old), phase, median(old), median(new)))
     slow = max(grown, default=None)
     cause = f"; perf/{slow[1]}_s grew from {slow[2]:.3g} to {slow[3]:.3g} s" if slow else ""
-    slowest = next(iter(replica_is_slow(run)), None)
-    if slowest is not None:
+    for slowest in (*replica_is_slow(run), *rank_is_slow(run)):
         cause += f"; {slowest.seen}"
     tries = {
         "generate": (
@@ -161,6 +162,28 @@ def replica_is_slow(run: Evidence) -> Iterator[Finding]:
         yield Finding("hurts", "a rollout replica is slow", seen, meaning, tries, ("perf/slowest_replica_speed",))
 
 
+def rank_is_slow(run: Evidence) -> Iterator[Finding]:
+    """One rank does its own work in training far more slowly than the others, which wait for it."""
+    for name in [one for one in run.names("perf/") if one.endswith("/slowest_rank_speed")]:
+        which = {step: int(number) for step, number in run.curve(name.removesuffix("_speed"))}
+        number = mode(list(which.values())[-RECENT:] or [0])
+        own = Curve(Point(step, x if which.get(step) == number else 1.0) for step, x in run.curve(name)).smooth()
+        start = own.since([share < SLOW_RANK for _, share in own])
+        slow = [share for step, share in own if start is not None and step >= start]
+        if len(slow) < RECENT:
+            continue
+        role = name.split("/")[1].replace("train", "actor")
+        tries = (
+            f"look at the clock, the temperature and other processes of the device and the cores of rank {number}",
+            f"a trace of one step of it: profile.steps=STEP profile.ranks={number}",
+        )
+        seen = (
+            f"rank {number} of the {role} computes at {median(slow):.0%} of the speed of the others since step {start}"
+        )
+        meaning = "All ranks wait for it in every layer: a shared, throttled or failing device, or too few cores."
+        yield Finding("hurts", "a rank is slow", seen, meaning, tries, (name,))
+
+
 def trainer_waits(run: Evidence) -> Iterator[Finding]:
     """An asynchronous trainer spends most of its time waiting for answers."""
     waits, steps = run.curve("perf/trainer_wait_s"), run.curve("perf/step_s")
@@ -211,6 +234,7 @@ RULES = (
     throughput_fell,
     servers_restarted,
     replica_is_slow,
+    rank_is_slow,
     trainer_waits,
     servers_idle,
     driver_is_slow,

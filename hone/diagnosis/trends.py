@@ -58,8 +58,12 @@ class Curve(tuple[Point, ...]):
         if len(self) < 2 * LEAST:
             return None
         level = median(point.value for point in self[: len(self) // 2])
-        smooth = [median(point.value for point in self[max(0, i - 1) : i + 2]) for i in range(len(self))]
-        return self.since([value < share * level for value in smooth])
+        return self.since([point.value < share * level for point in self.smooth()])
+
+    def smooth(self) -> Curve:
+        """Return the medians of each point and its neighbours, which no single step moves."""
+        near = (self[max(0, i - 1) : i + 2] for i in range(len(self)))
+        return Curve(Point(one.step, median(p.value for p in part)) for one, part in zip(self, near, strict=True))
 
     def spikes(self, factor: float) -> Curve:
         """Return the points above `factor` times the median of the ten before them."""

@@ -69,6 +69,8 @@ def _optimizer(role: str, model: str) -> tuple[Described, ...]:
         Described(
             f"{role}/skipped_steps", "steps", SUM, f"optimizer steps of {model} skipped for a non-finite gradient"
         ),
+        Described(f"perf/{role}/slowest_rank", "", MAX, f"number of the rank that computes {model} most slowly"),
+        Described(f"perf/{role}/slowest_rank_speed", "share", MIN, "its speed over the median of the others"),
     )
 
 

@@ -32,6 +32,7 @@ from hone.runtime.base import WorkerGroup
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need
 from hone.weights.base import NamedTensor, RankWeights
 from hone.weights.transports.ipc.rank_sender import Needs, Order, RankSender
+from hone.workers.pace import Pace
 
 RecordFn = Callable[[Metrics], None]
 BLEND_BYTES = 256 * 2**20  # of the policy's weights in one call of `blend`
@@ -86,10 +87,13 @@ class TrainWorker:
         self._platform = current_platform()
         self.engine: BaseEngine = EngineRegistry.create(spec, self._platform)
         self._sender = RankSender()
+        self._pace: Pace | None = None  # of a rank that is not alone
         self._boxes: tuple[Any, Sequence[BoxMap]] | None = None  # what was needed in the last sync, and of what
 
     def initialize(self) -> None:
         self.engine.initialize()
+        if ranks.ranks() > 1:
+            self._pace = Pace(self.engine, self._platform.device)
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -126,10 +130,12 @@ class TrainWorker:
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""
+        if self._pace is not None:
+            self._pace.start()
         metrics = self.engine.train_batch(batch, loss)
         if self._platform.device != "cpu":  # or the optimizer's time on the device counts in the next phase
             self._platform.synchronize()
-        return metrics
+        return metrics if self._pace is None else metrics | self._pace.slowest(batch, self.equal_cost_length)
 
     def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset(), adapter: bool = True) -> ModelOutput:
         """Log-probs (language model) or values (value model) of every token, and the outputs in `needs`; each [T].

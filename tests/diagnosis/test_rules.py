@@ -106,6 +106,13 @@ CASES = {
         {"perf/slowest_replica_speed": flat(0.3), "perf/slowest_replica": flat(1.0)},
         "replica 1 generates at 30% of the speed",
     ),
+    "a rank is slow": (
+        {
+            "perf/train/slowest_rank_speed": [0.9] * 8 + [0.4] * 12,
+            "perf/train/slowest_rank": [0.0, 3.0] * 4 + [3.0] * 12,
+        },
+        "rank 3 of the actor computes at 40% of the speed of the others since step 9",
+    ),
     "one part of the reward dominates": (
         {"rollout/reward_spread/right": flat(0.4), "rollout/reward_spread/format": flat(0.01)},
         "right, of 2 parts, makes 98% of the spread",
@@ -146,6 +153,11 @@ def test_every_rule_is_tried():
     """Apart from the two that read how a run ended (below), and the one about the disk, which a test cannot fill."""
     twice = 2  # titles of one rule: answers that grow or are cut, a gap that grows or is there
     assert len(CASES) - twice == len(RULES) - 3
+
+
+def test_the_slowest_rank_is_slow_only_if_it_stays_the_same(tmp_path):
+    noise = {"perf/train/slowest_rank_speed": flat(0.5), "perf/train/slowest_rank": [0.0, 1.0] * (STEPS // 2)}
+    assert titles(run_folder(tmp_path, HEALTHY | noise)) == {}
 
 
 def test_replicas_that_join_have_not_failed(tmp_path):

@@ -62,7 +62,7 @@ def _recorded() -> Iterator[tuple[str, str, str]]:
 
 def as_actor(name: str) -> str:
     """What a role with an optimizer of its own is called in the code: `train/lr` for `critic/lr`."""
-    return re.sub(r"^(critic|process_reward)/", "train/", name)
+    return re.sub(r"^(perf/)?(critic|process_reward)/", r"\1train/", name)
 
 
 def test_names_are_unique_and_found():
