@@ -26,7 +26,8 @@ LOAD = "load"  # everything before the first step
 BETWEEN = "other"  # no phase
 EVERY_S = 0.01
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-STATUS = Path("/proc/self/status")
+STATUS, MAPS = Path("/proc/self/status"), Path("/proc/self/smaps")
+FALL = 0.02  # of what is resident: a smaller fall of the pages of files is not looked into
 
 
 class Gauge(Protocol):
@@ -63,6 +64,9 @@ class MemoryTracker(Tracker):
         self._phase = name or BETWEEN
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
         with self._lock:
             found = dict(self._peaks)
         if found != self._written:
@@ -71,6 +75,7 @@ class MemoryTracker(Tracker):
 
     def close(self, outcome: str = FINISHED) -> None:
         self._over.set()
+        self._keep()  # the last checkpoint comes after the last step's figures
 
     def _look(self) -> None:
         while not self._over.wait(EVERY_S):
@@ -108,16 +113,36 @@ class _Host:
         if self._heap is None:
             return
         ctypes.CDLL(None).malloc_trim(0)  # so that what is resident is used
-        resident, shared = machine.resident()
+        resident, self._shared = machine.resident()
         heap = self._heap()
-        self._rest = resident - shared - heap.uordblks - heap.hblkhd  # Python's own memory, stacks
+        self._written = written_of_files()
+        # Python's own memory, stacks
+        self._rest = resident - self._shared - self._written - heap.uordblks - heap.hblkhd
 
     def take(self) -> int:
         resident, shared = machine.resident()
         if self._heap is None:
             return resident
+        if self._shared - shared > FALL * resident:  # the optimizer's first step writes all weights
+            self._written, self._shared = written_of_files(), shared
+        self._shared = max(self._shared, shared)
         heap = self._heap()
-        return int(self._rest + shared + heap.uordblks + heap.hblkhd)
+        return int(self._rest + shared + self._written + heap.uordblks + heap.hblkhd)
+
+
+def written_of_files() -> int:
+    """Bytes of the pages of mapped files that this process has written, and so has for itself.
+
+    Weights that were read from a file are such pages once they are trained: no longer shared, and not of the heap.
+    """
+    found, of_file = 0, False
+    for line in MAPS.read_bytes().splitlines() if MAPS.is_file() else ():
+        words = line.split()
+        if not words[0].endswith(b":"):  # address, rights, offset, device, inode, path
+            of_file = len(words) > 5 and words[4] != b"0"
+        elif of_file and words[0] == b"Anonymous:":
+            found += int(words[1]) * 1024
+    return found
 
 
 @lru_cache(maxsize=1)
