@@ -28,6 +28,7 @@ from hone.registry import unknown
 CPU = "cpu"
 USER_FILE = "HONE_DEVICE_FACTS"  # environment variable
 GIB = 2**30
+CPU_CONTEXT = 0.04  # GiB: products that oneDNN compiles, pages of libraries, modules that are imported later
 MEASURE_S = 0.15  # of each figure of a CPU
 FEWEST_CALLS = 3
 _SIDE = 768  # of the square matrices that are multiplied
@@ -51,7 +52,7 @@ class Device:
     prefill_share: float = 0.5
     reading_share: float = 0.6  # of the memory's speed, in decoding
     decode_overhead_s: float = 0.003  # of a decode step beyond reading: launches, sampling
-    context_gib: float = 1.0  # of a process on the device, and fragmentation
+    context_gib: float = 1.0  # of a process on the device, and fragmentation; on a CPU beyond what it holds at launch
     calibrated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # shape of a model -> timings
 
     @property
@@ -217,7 +218,7 @@ def measured_cpu(computed: str = "float32") -> Device:
         prefill_share=0.7,
         reading_share=0.7,
         decode_overhead_s=0.002,
-        context_gib=0.0,
+        context_gib=CPU_CONTEXT,
     )
 
 

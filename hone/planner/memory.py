@@ -190,6 +190,7 @@ class Serving:
     """A rollout engine on a device: the built-in one by its parts, a server by the share that it reserves."""
 
     weights: int = 0
+    adapted: int = 0  # an adapter that is merged into them, and the base of what it changes, which is kept
     cache: int = 0
     work: int = 0  # of the largest prefill or decode step
     reserved: float = 0.0  # of the device, with everything; 0: the parts are counted
@@ -292,7 +293,7 @@ def _loading(setup: Setup) -> list[Part]:
     sizes = [(role, static(role).weights) for role in setup.roles]
     found = [*_base(setup), *(part for role, size in sizes for part in _part(role.name, "weights", size))]
     if setup.serving is not None and not setup.serving.reserved:
-        found += _part("rollout", "weights", setup.serving.weights)
+        found += _served_weights(setup.serving)
     last, _ = sizes[-1]
     file = last.anatomy.files.bytes or last.anatomy.parameters * last.stored
     return found + (_part(last.name, "pages of its files", file) if setup.on_cpu else [])
@@ -303,7 +304,11 @@ def _serving(setup: Setup) -> list[Part]:
     assert one is not None
     if one.reserved:
         return _part("rollout", "reserved by the server", round(one.reserved * setup.device_bytes))
-    return [*_part("rollout", "weights", one.weights), *_part("rollout", "KV cache", one.cache)]
+    return [*_served_weights(one), *_part("rollout", "KV cache", one.cache)]
+
+
+def _served_weights(one: Serving) -> list[Part]:
+    return [*_part("rollout", "weights", one.weights), *_part("rollout", "adapter and base", one.adapted)]
 
 
 def _gathered(role: Role) -> list[Part]:

@@ -148,6 +148,12 @@ def test_a_server_sleeps_while_a_model_trains():
     assert total(share, "sync") == 12000 + 5000 + 64
 
 
+def test_a_merged_adapter_is_kept_with_the_base_of_what_it_changes():
+    setups = [Setup([ACTOR], Serving(weights=4000, adapted=adapted, sleeps=True)) for adapted in (0, 700)]
+    for name, more in {"load": 700, "generate": 700, "sync": 700, "backward": 0}.items():
+        assert total(setups[1], name) - total(setups[0], name) == more
+
+
 def test_a_frozen_model_has_weights_only_and_offload_moves_them():
     reference = replace(ACTOR, name="reference", trained=False, computed=2)
     assert static(reference).total == 2000

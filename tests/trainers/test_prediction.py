@@ -149,3 +149,24 @@ def test_only_what_cannot_fit_is_refused(tmp_path):
     sizes, machine, given, found = on(least * 1.01, config, tmp_path)
     assert not found.fits  # activations do not fit by the estimate, which refuses nothing
     assert not why_refused(config, sizes, machine, given, found)
+
+
+def test_the_built_in_engine_keeps_the_base_of_the_weights_that_an_adapter_changes(tmp_path):
+    changes = [{"lora": {"rank": 2, **more}} for more in ({}, {"sync": "merged"}, {"targets": ["up_proj"]})]
+    configs = [
+        loaded(tmp_path / str(number), {"actor": {**one, "compute_dtype": "float32"}}).config
+        for number, one in enumerate(changes)
+    ]
+    found = []
+    for number, config in enumerate(configs):
+        sizes, *_, forecast_of = on(100, config, tmp_path / str(number))
+        (phase,) = (one for one in forecast_of.phases if one.name == "generate")
+        found.append(sum(part.bytes for part in phase.parts if part.what == "adapter and base"))
+    anatomy = sizes.models["actor"]
+    up = [
+        (count * inputs * outputs, 2 * count * (inputs + outputs))
+        for name, count, inputs, outputs in anatomy.linear
+        if name == "up_proj"
+    ]
+    both = (anatomy.linear_parameters + anatomy.lora_parameters(2), sum(map(sum, up)))
+    assert found == [4 * both[0], 0, 4 * both[1]]

@@ -10,6 +10,7 @@ from typing import Any
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import ModelConfig
+from hone.planner.anatomy import Anatomy
 from hone.planner.devices import Machine
 from hone.planner.memory import BFLOAT16, FLOAT32, MOMENTS, Role, Serving, Setup
 from hone.planner.roofline import Pass
@@ -178,10 +179,10 @@ class Models:
         )
 
 
-def adapted(anatomy: Any, rank: int, targets: Any) -> int:
+def adapted(anatomy: Anatomy, rank: int, targets: Any) -> int:
     """Parameters of a LoRA adapter on the linear layers that `targets` names."""
     if targets == "all-linear":
-        return int(anatomy.lora_parameters(rank))
+        return anatomy.lora_parameters(rank)
     layers = [one for one in anatomy.linear if one[0] in targets]
     return sum(count * rank * (inputs + outputs) for _, count, inputs, outputs in layers) or rank
 
@@ -246,10 +247,21 @@ def serving_of(config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement
     )
     return Serving(
         weights=width * anatomy.parameters,
+        adapted=_merged_bytes(config, anatomy, width),
         cache=rows * columns * anatomy.kv_bytes_per_token(width),
         work=round(step),
         sleeps=sleeps,
     )
+
+
+def _merged_bytes(config: PolicyRunConfig, anatomy: Anatomy, width: int) -> int:
+    """An adapter that the built-in engine merges, and its copy of the base of each weight that this changes."""
+    lora = config.actor.lora
+    if lora is None or lora.sync == "merged":
+        return 0
+    layers = [one for one in anatomy.linear if lora.targets == "all-linear" or one[0] in lora.targets]
+    base = width * sum(count * inputs * outputs for _, count, inputs, outputs in layers)
+    return base + WIDTHS[config.model.dtype] * adapted(anatomy, lora.rank, lora.targets)
 
 
 def cache_size(config: PolicyRunConfig, lengths: Lengths) -> tuple[int, int]:
@@ -260,6 +272,11 @@ def cache_size(config: PolicyRunConfig, lengths: Lengths) -> tuple[int, int]:
     ahead = 1 + (config.asynchrony.staleness if config.asynchrony is not None else 0)
     asked = step_sequences(config) * ahead // config.rollout.replicas
     return max(min(settings.slots, asked, settings.kv_cache_tokens // columns), 1), columns
+
+
+def cached_columns(lengths: Lengths) -> float:
+    """Columns of the cache that the built-in engine reads for an answer in a decode step, on average."""
+    return lengths.prompt + lengths.response / 2 + ROW_STEP / 2
 
 
 def setup_of(config: Any, sizes: Sizes, placement: DevicePlacement, base: int = 0) -> Setup:
@@ -274,7 +291,7 @@ def setup_of(config: Any, sizes: Sizes, placement: DevicePlacement, base: int = 
         roles=[one.role for one in passes],
         serving=serving,
         on_cpu=placement.machine.is_cpu,
-        base=base or round(device.context_gib * 2**30),
+        base=base + round(device.context_gib * 2**30),
         device_bytes=device.memory_bytes,
     )
 
@@ -303,6 +320,7 @@ __all__ = [
     "DevicePlacement",
     "Models",
     "cache_size",
+    "cached_columns",
     "microbatch_tokens",
     "not_counted",
     "placement_of",
