@@ -1,7 +1,7 @@
 """`hone plan --calibrate`: time this machine on a run's shapes, and write the facts to the user's file of devices.
 
     the run's model with 1 and 3 layers x few and many tokens --> forward, training, optimizer, sync
-                                        x few and many answers --> prefill, decode
+                                        x few and many answers, short and long prompts --> prefill, decode, attention
     three steps of the run itself, with 1 layer and few prompts --> seconds of a sequence outside the models
     products and a copy --> operations and bytes per second
 
@@ -34,11 +34,12 @@ from hone.models.numerics.products import prepare
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import save_language
 from hone.models.vision.model import auto_class
-from hone.planner.calibrated import PARTS, SEQUENCE, TimedShape, line, shape_of
+from hone.planner.calibrated import PARTS, SEQUENCE, line, shape_of
 from hone.planner.devices import known_devices, this_machine, write_user_file
 from hone.planner.memory import Role
 from hone.planner.roofline import Pass
 from hone.platforms.base import compute_dtype, current_platform
+from hone.rollout.builtin.cache import COLUMN_STEP, rounded
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.trainers.forecast.changes import changed
@@ -56,9 +57,11 @@ LAYERS = (1, 3)
 LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")  # of a config: an entry for each layer
 ROUNDS = 3
 MOST_TOKENS = 4096  # of a timed micro-batch
-SHORT, LONG = 4, 12  # tokens of timed answers
+SHORT, LONG = 4, 20  # tokens of timed answers
+FARTHER = 128  # tokens of a longer prompt
 FEW_ROWS, MOST_ROWS = 4, 64
 MINI_PROMPTS, MINI_STEPS = 4, 3
+OF_MODELS = ("perf/forward_s", "perf/backward_s", "perf/weight_sync_s", "perf/rollout_busy_seconds")  # of a step
 Run = Callable[[Any, RunControl], Any]
 
 
@@ -93,10 +96,9 @@ def calibrate(config: Any, sizes: Sizes, run: Run, say: Callable[[str], None]) -
         say("running three steps with one layer")
         policy = shape_of(passes[0].role)
         small = cut_model(local[POLICY], 1, Path(made) / "small")
-        shapes = [TimedShape.read(facts[shape_of(one.role)], alone.kind) for one in passes]
         facts[policy] = {
             **facts[policy],
-            f"{SEQUENCE} {alone.kind}": (_sequence_s(alone, small, sizes, shapes, run, Path(made)),),
+            f"{SEQUENCE} {alone.kind}": (_sequence_s(alone, small, run, Path(made)),),
         }
     operations = _operations_per_s(passes[0].role, DTYPES[compute_dtype(alone.actor.compute_dtype, current_platform())])
     before = machine.device.calibrated  # also of other kinds of run, whose shapes may be the same
@@ -190,7 +192,10 @@ def _train(
 def _generate(
     config: PolicyRunConfig, cut: ModelConfig, worker: TrainWorker, layers: int, timings: dict[str, Any]
 ) -> None:
-    """Answers of two lengths, few and many at a time; their difference is that of the decode steps."""
+    """Answers of two lengths, few and many at a time; their difference is that of the decode steps.
+
+    Many are timed after a longer prompt, too: what a decode step takes more is for the columns of the KV cache.
+    """
     platform, settings = current_platform(), config.rollout.builtin
     dtype = compute_dtype(config.actor.compute_dtype, platform) if settings.dtype == "auto" else settings.dtype
     architecture = AutoConfig.from_pretrained(folder_of(cut, weights=False), trust_remote_code=cut.trust_remote_code)
@@ -205,27 +210,38 @@ def _generate(
     timings["sync"][layers, 1] = _seconds(send)
     vocabulary = architecture.get_text_config().vocab_size
     prompt = min(max(round(config.rollout.sampling.max_response_tokens / 2), 8), engine.longest - LONG)
+    far = min(prompt + FARTHER, engine.longest - LONG)
     step_s = {}
+    for rows, before, unlike in ((FEW_ROWS, prompt, 7), (MOST_ROWS, prompt, 7), (MOST_ROWS, far, 0)):
+        short, long = (_seconds(partial(_answer, engine, vocabulary, rows, before, unlike, n)) for n in (SHORT, LONG))
+        step_s[rows, before] = max((long - short) / (LONG - SHORT), 0.0)
+        if unlike:
+            timings["prefill"][layers, rows * prompt] = max(short - SHORT * step_s[rows, before], 0.0)
+    more = _columns(far) - _columns(prompt)
+    column = max(step_s[MOST_ROWS, far] - step_s[MOST_ROWS, prompt], 0.0) / MOST_ROWS / more if more else 0.0
+    timings["attention"][layers, 1] = column
     for rows in (FEW_ROWS, MOST_ROWS):
-        short, long = (_seconds(partial(_answer, engine, vocabulary, rows, prompt, n)) for n in (SHORT, LONG))
-        step_s[rows] = max((long - short) / (LONG - SHORT), 0.0)
-        timings["decode"][layers, rows] = step_s[rows]
-        timings["prefill"][layers, rows * prompt] = max(short - SHORT * step_s[rows], 0.0)
+        timings["decode"][layers, rows] = max(step_s[rows, prompt] - column * rows * _columns(prompt), 0.0)
 
 
-def _answer(engine: BuiltinEngine, vocabulary: int, rows: int, prompt: int, tokens: int) -> None:
+def _columns(prompt: int) -> float:
+    """Columns of the cache that a timed decode step reads for a row, on average."""
+    return sum(rounded(prompt + done, COLUMN_STEP) for done in range(SHORT, LONG)) / (LONG - SHORT)
+
+
+def _answer(engine: BuiltinEngine, vocabulary: int, rows: int, prompt: int, unlike: int, tokens: int) -> None:
+    """Answer prompts of so many tokens; each begins `unlike` tokens after the one before it, 0: all are the same."""
+
     async def all_rows() -> None:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        prompts = [tuple((row * 7 + at) % vocabulary for at in range(prompt)) for row in range(rows)]
+        prompts = [tuple((row * unlike + at) % vocabulary for at in range(prompt)) for row in range(rows)]
         asked = [GenerationRequest(str(row), one, sampling) for row, one in enumerate(prompts)]
         await asyncio.gather(*(engine.generate(one) for one in asked))
 
     asyncio.run(all_rows())
 
 
-def _sequence_s(
-    config: Any, model: ModelConfig, sizes: Sizes, shapes: Sequence[TimedShape], run: Run, made: Path
-) -> float:
+def _sequence_s(config: Any, model: ModelConfig, run: Run, made: Path) -> float:
     """Seconds of a sequence outside the models: processor time of a small run, minus the time of its models."""
     rl = isinstance(config, PolicyRunConfig)
     size = {"update.prompts_per_step": MINI_PROMPTS, "update.minibatches": 1} if rl else {"samples_per_step": 16}
@@ -248,20 +264,13 @@ def _sequence_s(
         if len(clock) < 2 or "perf/step_s" not in values:
             return
         wall, busy = (after - before for before, after in zip(clock[-2], clock[-1], strict=True))
-        models = sum(values.get(f"perf/{name}_s", 0.0) for name in ("forward", "backward", "weight_sync"))
+        models = sum(values.get(name, 0.0) for name in OF_MODELS)
         busy_share = min(busy / wall, 1.0) if current_platform().device == "cpu" else 1.0
         seconds.append(max(values["perf/step_s"] - models, 0.0) * busy_share)
 
     mini = changed(config, small)
     run(mini, RunControl(on_step=on_step))
-    sequences = step_sequences(mini)
-    generated = 0.0
-    if rl:
-        decode, prefill = (shapes[0].lines[name] for name in ("decode", "prefill"))
-        answers = mini.rollout.sampling.max_response_tokens
-        generated = answers * (decode.fixed(1) + decode.each(1) * sequences)
-        generated += prefill.each(1) * MINI_PROMPTS * sizes.lengths.prompt
-    return max(min(seconds) - generated, 0.0) / sequences if seconds else 0.0
+    return min(seconds) / step_sequences(mini) if seconds else 0.0
 
 
 _NOT_COUNTED: list[float] = []

@@ -2,7 +2,10 @@
 
 Each part was timed with few layers and with more, on few tokens and on more, so that it holds for any number of both:
 
-    seconds = (call + layer x layers) + (token + layer_token x layers) x tokens        of decoding: answers for tokens
+    seconds = (call + layer x layers) + (token + layer_token x layers) x tokens
+
+Of a decode step the tokens are its answers, and each reads the columns of its row of the KV cache besides: `attention`
+is the seconds of one row and column.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from hone.planner.costs import Costs
 from hone.planner.memory import Role
 
-PARTS = ("forward", "training", "optimizer", "decode", "prefill", "sync")
+PARTS = ("forward", "training", "optimizer", "decode", "attention", "prefill", "sync")
 SEQUENCE = "sequence"  # and the kind of run: seconds of a trained sequence outside the models (episode, packing ...)
 Timings = Mapping[tuple[int, int], float]  # (layers, tokens) -> seconds
 
@@ -96,6 +99,8 @@ class Work:
     sequences: int
     microbatches: float  # of one pass over the step's tokens
     updates: int
+    columns: float = 0.0  # of the KV cache that a decode step reads for an answer, on average
+    prefilled: float = 1.0  # tokens of prompts that are computed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +128,11 @@ def costs_from(shapes: Sequence[TimedShape], passes: Sequence[tuple[Role, float,
     whole = forward + train_fixed + train_token * work.tokens
     policy, lines = passes[0][0].anatomy.layers, shapes[0].lines
     none = Line(0.0, 0.0, 0.0, 0.0)
-    decode, prefill, sync = (lines.get(name, none) for name in ("decode", "prefill", "sync"))
+    decode, attention, prefill, sync = (lines.get(name, none) for name in ("decode", "attention", "prefill", "sync"))
     costs = Costs(
         decode_s=decode.fixed(policy),
-        decode_row_s=decode.each(policy),
-        prefill_token_s=prefill.each(policy),
+        decode_row_s=decode.each(policy) + attention.fixed(policy) * work.columns,
+        prefill_token_s=prefill.each(policy) + prefill.fixed(policy) / work.prefilled,
         train_token_s=forward_token + train_token,
         train_step_s=forward_fixed + train_fixed + rest,
         send_s=sync.fixed(policy),

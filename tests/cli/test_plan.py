@@ -119,3 +119,4 @@ def test_a_machine_is_calibrated_also_for_a_vocabulary_of_few_tokens(capsys, tmp
     assert "hone plan --calibrate" in found["device"]
     (facts,) = known_devices()["cpu"].calibrated.values()
     assert min(sum(facts[part]) for part in ("forward", "training", "decode", "prefill", "sync")) > 0
+    assert "attention" in facts

@@ -14,7 +14,8 @@ FACTS = {
     "training": [2.0, 1.0, 0.0, 0.03],  # 4 s, 0.06 s
     "optimizer": [0.0, 0.5, 0.0, 0.0],  # 1 s
     "decode": [0.1, 0.05, 0.0, 0.001],  # 0.2 s a step, 0.002 s a row
-    "prefill": [0.0, 0.0, 0.0, 0.005],
+    "attention": [0.0, 0.0001, 0.0, 0.0],  # 0.0002 s a row and column
+    "prefill": [1.0, 0.5, 0.0, 0.005],  # 2 s a call, 0.01 s a token
     "sync": [0.0, 3.0, 0.0, 0.0],
     "sequence rl": [0.25],
 }
@@ -31,15 +32,18 @@ def test_noise_makes_no_negative_cost():
 
 
 def test_costs_of_a_step():
-    """100 tokens in 2 micro-batches, 8 sequences, 2 updates: one forward before, one pass with a backward."""
-    work = Work(tokens=100, sequences=8, microbatches=2, updates=2)
+    """100 tokens in 2 micro-batches, 8 sequences, 2 updates: one forward before, one pass with a backward.
+
+    A decode step reads 30 columns for each answer; 50 tokens of prompts are computed together.
+    """
+    work = Work(tokens=100, sequences=8, microbatches=2, updates=2, columns=30, prefilled=50)
     found = costs_from([TimedShape.read(FACTS, "rl")], [(ACTOR, 1.0, 1.0)], work)
     assert found.rest_s == 8 * 0.25
     assert found.costs.train_step_s == pytest.approx(2 * 2 + 2 * 4 + 2 * 1 + 2)
     assert found.costs.train_token_s == pytest.approx(0.02 + 0.06)
     assert found.forward_share == pytest.approx((4 + 2) / (4 + 2 + 8 + 2 + 6))
-    assert (found.costs.decode_s, found.costs.decode_row_s) == (pytest.approx(0.2), pytest.approx(0.002))
-    assert (found.costs.prefill_token_s, found.costs.send_s) == (pytest.approx(0.01), pytest.approx(6.0))
+    assert (found.costs.decode_s, found.costs.decode_row_s) == (pytest.approx(0.2), pytest.approx(0.002 + 0.006))
+    assert (found.costs.prefill_token_s, found.costs.send_s) == (pytest.approx(0.01 + 0.04), pytest.approx(6.0))
     assert costs_from([TimedShape.read(FACTS, "sft")], [(ACTOR, 0.0, 1.0)], work).rest_s == 0.0
 
 

@@ -39,6 +39,7 @@ _HEAD = (
     '<th title="peak of the memory, median of the seconds after the first steps">measured</th>'
     '<th title="1: right; above 1: the prediction was too high">predicted / measured</th>'
 )
+OUTSIDE = "other_work"  # a phase of a prediction that has no timer of its own
 BASE = "before loading"  # the part of a prediction that the process has without a model
 
 
@@ -137,10 +138,16 @@ def _base(phase: Mapping[str, Any]) -> int:
 def _seconds(found: Mapping[str, Any], columns: Columns) -> Iterator[Row]:
     """Seconds by phase: of a run the median of its steps."""
     for name, predicted in found["seconds"].items():
-        measured = _median(columns, f"perf/{name}_s")
+        measured = _outside_models(columns) if name == OUTSIDE else _median(columns, f"perf/{name}_s")
         if predicted or measured:
             yield Row(name, predicted, measured)
     yield Row("step", found["step_s"], _median(columns, "perf/step_s"))
+
+
+def _outside_models(columns: Columns) -> float | None:
+    """Seconds of a step outside its models: the driver's, which has the weight sync, too."""
+    driver = _median(columns, "perf/driver_s")
+    return None if driver is None else max(driver - (_median(columns, "perf/weight_sync_s") or 0.0), 0.0)
 
 
 def _median(columns: Columns, name: str) -> float | None:

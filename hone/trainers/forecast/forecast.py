@@ -25,6 +25,7 @@ from hone.trainers.forecast.setup import (
     DevicePlacement,
     Models,
     cache_size,
+    cached_columns,
     not_counted,
     setup_of,
     shared_tokens,
@@ -241,6 +242,8 @@ def rates_of(config: Any, sizes: Sizes, placement: DevicePlacement) -> Rates:
             sequences=step_sequences(config),
             microbatches=policy.microbatches * (config.update.minibatches if rl else 1),
             updates=updates,
+            columns=cached_columns(sizes.lengths),
+            prefilled=_prefilled(config, sizes, placement) if rl else 1.0,
         )
         shapes = [TimedShape.read(facts, config.kind) for facts in known if facts is not None]
         found = costs_from(shapes, [(one.role, one.forwards, one.epochs) for one in passes], work)
@@ -272,6 +275,16 @@ def _parts(passes: Sequence[Pass], rl: bool) -> list[set[str]]:
     if rl:
         needed[0].add("decode")
     return needed
+
+
+def _prefilled(config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement) -> float:
+    """Tokens of prompts that are computed together: those that begin with a step, and each later one by itself."""
+    update = config.update
+    prompts = max(update.prompts_per_step / max(placement.servers, 1), 1.0)
+    first = min(max(rows_of(config, sizes, placement) // update.samples_per_prompt, 1), prompts)
+    tokens = prompts * sizes.lengths.prompt
+    calls = max(1 + prompts - first, tokens / config.rollout.builtin.prefill_tokens)
+    return max(tokens / calls, 1.0)
 
 
 def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement) -> int:
