@@ -11,10 +11,13 @@ import yaml
 
 from hone.composition import ConfigError, from_yaml
 from hone.diagnosis.trends import Curve, Point
+from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.columns import Column, MetricsFile
-from hone.tracking.report.rundata import CONFIG_FILE, read_failure, require_run
+from hone.tracking.report.rundata import CONFIG_FILE, read_facts, read_failure, require_run
 from hone.tracking.trackers.jsonl import METRICS_FILE
 
+FAILED = "failed: "
+"""Beginning of the outcome of a run that failed (`run.json`)."""
 Weight = Literal["stops", "hurts", "note"]
 """Weight of a finding: it ended the run, the run learns worse or slower, or it is worth knowing."""
 
@@ -74,7 +77,14 @@ def read_evidence(folder: Path) -> Evidence:
         while metrics.read():
             pass
     columns = metrics.columns
-    return Evidence(folder, columns, read_settings(folder), read_failure(folder), columns.lines, columns.last_step)
+    failure = read_failure(folder) or _outcome(folder)
+    return Evidence(folder, columns, read_settings(folder), failure, columns.lines, columns.last_step)
+
+
+def _outcome(folder: Path) -> str:
+    """The error of a run that a Python program started, which gets the traceback itself; empty if there was none."""
+    outcome = str(read_facts(folder / RUN_FILE, []).get("outcome") or "")
+    return outcome.removeprefix(FAILED) if outcome.startswith(FAILED) else ""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def _causes_of_gap(run: Evidence, gap: float) -> Iterator[tuple[str, str]]:
         yield "the weights, because the probe differs after a sync", "weights.verify=probe names the tensors"
     if run.curve("train/routes_replaced") or run.curve("train/router_entropy"):
         yield "the router, because experts are chosen twice", "actor.moe.routing_replay=rollout"
+    updates = run.setting("update.minibatches", 1) * run.setting("update.epochs", 1)
+    if run.setting("algorithm.correction.old", "") == "rollout" and updates > 1:
+        yield (
+            f"the step's own updates, because each of its {updates} is compared with the rollout",
+            "update.minibatches=1 update.epochs=1, or algorithm.correction.old=trainer",
+        )
     if run.setting("asynchrony.staleness", 0):
         yield "old weights, because answers are drawn ahead", "compare with asynchrony.staleness=0"
     if len(largest) >= 3 and largest.end() > max(5.0, 20 * gap):

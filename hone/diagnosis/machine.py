@@ -9,6 +9,7 @@ from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
 from hone.diagnosis.trends import RECENT, Curve, Point
+from hone.tracking.base import FAILURE_FILE
 from hone.tracking.report.prediction import resident
 from hone.tracking.report.rundata import HELD, IN_PHASE, cause_of
 
@@ -18,6 +19,8 @@ FULL_DISK = 0.03
 SHOWN_PARTS = 5
 SLOW_REPLICA = 0.5
 """Share of the speed of the others."""
+WAITS, IDLE = 0.5, 0.4
+"""Shares of the time: a trainer that waits for more has a slow partner, a server that works for less idles."""
 SLOW_RANK = 0.7
 """The same of a rank: all ranks wait for it in every layer."""
 
@@ -74,8 +77,9 @@ def _gib(size: int) -> str:
 def ended_in_an_error(run: Evidence) -> Iterator[Finding]:
     """The run failed for another reason than memory."""
     if run.failure and not is_of_memory(run.failure):
+        path = run.folder / FAILURE_FILE
         tries = (
-            f"read {run.folder / 'failure.txt'}",
+            f"read {path}" if path.is_file() else "read the traceback where the program that trained has printed it",
             "run the same command again: it continues from the last checkpoint",
         )
         yield Finding(
@@ -186,21 +190,32 @@ def rank_is_slow(run: Evidence) -> Iterator[Finding]:
 
 def trainer_waits(run: Evidence) -> Iterator[Finding]:
     """An asynchronous trainer spends most of its time waiting for answers."""
-    waits, steps = run.curve("perf/trainer_wait_s"), run.curve("perf/step_s")
-    if not (waits.long and steps.long) or steps.end() <= 0:
+    waits, busy, share = run.curve("perf/trainer_wait_s"), run.curve("perf/rollout_utilisation"), _waiting(run)
+    if share <= WAITS:
         return
-    share = waits.end() / steps.end()
-    if share > 0.5:
-        tries = ("more replicas: rollout.replicas", "fewer devices for the trainer", "a higher asynchrony.staleness")
-        seen = f"the trainer waits {share:.0%} of a step for answers (perf/trainer_wait_s {waits.end():.3g} s)"
+    seen = f"the trainer waits {share:.0%} of a step for answers (perf/trainer_wait_s {waits.end():.3g} s)"
+    metrics = ["perf/trainer_wait_s"]
+    if busy.long and busy.end() < IDLE:
+        seen += f"; a replica has a request {busy.end():.0%} of the time"
+        meaning = "Neither side works: answers wait for their rewards or environments, or too few prompts are open."
+        tries = ("raise reward.workers", "faster rewards or environments", "a higher asynchrony.staleness")
+        metrics += ["perf/rollout_utilisation", "perf/reward_group_seconds"]
+    else:
         meaning = "Generation is the bottleneck; the trainer's devices idle."
-        yield Finding("hurts", "the trainer waits for answers", seen, meaning, tries, ("perf/trainer_wait_s",))
+        tries = ("more replicas: rollout.replicas", "fewer devices for the trainer", "a higher asynchrony.staleness")
+    yield Finding("hurts", "the trainer waits for answers", seen, meaning, tries, tuple(metrics))
+
+
+def _waiting(run: Evidence) -> float:
+    """Share of a step in which the trainer waits; 0 in short runs."""
+    waits, steps = run.curve("perf/trainer_wait_s"), run.curve("perf/step_s")
+    return waits.end() / steps.end() if waits.long and steps.long and steps.end() > 0 else 0.0
 
 
 def servers_idle(run: Evidence) -> Iterator[Finding]:
-    """Rollout servers have no request most of the time in an asynchronous run."""
+    """Rollout servers have no request most of the time in an asynchronous run whose trainer works."""
     busy = run.curve("perf/rollout_utilisation")
-    if run.setting("asynchrony.staleness", 0) and busy.long and busy.end() < 0.4:
+    if run.setting("asynchrony.staleness", 0) and busy.long and busy.end() < IDLE and _waiting(run) <= WAITS:
         tries = ("fewer replicas", "a higher asynchrony.staleness", "more prompts per step")
         seen = f"a replica has a request {busy.end():.0%} of the time"
         meaning = "Training is the bottleneck, or too few prompts are open at a time."

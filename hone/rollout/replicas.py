@@ -307,8 +307,9 @@ class ReplicaPool:
         """The engines' figures together, and how many of them serve, since the last call."""
         restarted, self._restarted = self._restarted, 0
         now = time.monotonic()
-        idle_s = mean([one.idle(now) for one in self.members if not one.lent] or [0.0])
         seconds, self._counted_since = now - self._counted_since, now
+        idle = [one.idle(now) for one in self.members if not one.lent]
+        idle_s = mean(idle or [0.0])
         own = [one.engine.metrics() for one in self.members if not one.lent]
         lent = [one.engine.metrics() for one in self.members if one.lent]
         return {
@@ -317,13 +318,17 @@ class ReplicaPool:
             "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
             "rollout/replicas_serving": Metric.min(sum(one.state in ("serving", "updating") for one in self.members)),
             "rollout/replica_restarts": Metric.sum(restarted),
-            **_slowest([one.get("perf/rollout_tokens_per_s") for one in own]),
+            **_slowest([one["rollout/tokens"].value for one in own], [seconds - one for one in idle]),
         }
 
 
-def _slowest(speeds: Sequence[Metric | None]) -> Metrics:
-    """The replica with the lowest speed, and its share of the median speed; empty if fewer than two have generated."""
-    known = {number: one.value for number, one in enumerate(speeds) if one is not None}
+def _slowest(tokens: Sequence[float], open_s: Sequence[float]) -> Metrics:
+    """The replica with the lowest speed, and its share of the median speed; empty if fewer than two have generated.
+
+    `open_s` is the time in which each had a request here: a server's own clock misses a process that is stopped.
+    """
+    pairs = enumerate(zip(tokens, open_s, strict=True))
+    known = {number: count / max(own_s, SHORTEST_S) for number, (count, own_s) in pairs if count}
     if len(known) < 2:
         return {}
     slowest = min(known, key=lambda number: known[number])

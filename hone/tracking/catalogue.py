@@ -278,7 +278,7 @@ _PERF = (
     Described("perf/tokens_per_s", "tokens/s", MEAN, "tokens of the batch, prompts included, over the step's time"),
     Described("perf/rollout_tokens_per_s", "tokens/s", MEAN, "sampled tokens over the engine's time at work"),
     Described("perf/slowest_replica", "", MAX, "number of the replica that generates most slowly, from 0"),
-    Described("perf/slowest_replica_speed", "share", MIN, "its tokens per second over the median of the others"),
+    Described("perf/slowest_replica_speed", "share", MIN, "its tokens over its time with requests, against the others"),
     Described("perf/rollout_busy_seconds", "s", SUM, "time at work of the rollout engines"),
     Described("perf/trainer_utilisation", "share", MEAN, "step without generation, rewards, waiting for answers"),
     Described("perf/rollout_utilisation", "share", MEAN, "time in which a replica had a request, mean over replicas"),

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import hone
 from hone.diagnosis.evidence import read_evidence
 from hone.diagnosis.rules import findings
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.tracking.findings import read_findings
 from hone.tracking.trackers.jsonl import rollout_lines
 from hone.weights import in_process
@@ -40,6 +42,17 @@ def variety(response, ground_truth, row):
 def longer(response, ground_truth, row):
     return len(plain(response)) / 10
 
+def shorter(response, ground_truth, row):
+    calls.append(1)
+    if len(calls) > 16 * 18:
+        raise RuntimeError("the judge is away")
+    return -len(plain(response)) / 10
+
+def mixed(seed, size):
+    rng = random.Random(seed)
+    for number in range(size):
+        yield {"prompt": "".join(rng.choices("abcd", k=3 if number % 3 else 20)), "ground_truth": "a"}
+
 def spiky(response, ground_truth, row):
     calls.append(1)
     step = (len(calls) - 1) // 16 + 1
@@ -47,6 +60,15 @@ def spiky(response, ground_truth, row):
         time.sleep(0.05)
     return plain(response).count(ground_truth) / 3 * (1000 if step in (8, 10, 12) else 1)
 """
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def built(**changes):
+    """The tiny model, changed."""
+    model = {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64, "max_positions": 32, "characters": "abcd"}
+    return {"build": {**model, **changes}}
 
 
 def train(folder, steps, *changes, rewards=("wanted",), rows=64, on_step=None):
@@ -116,15 +138,62 @@ def test_a_reward_that_is_hacked(tmp_path):
 
 
 def test_answers_that_explode(tmp_path):
-    model = {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64, "max_positions": 112, "characters": "abcd"}
     long = {
-        "model": {"build": model},
+        "model": built(max_positions=112),
         "rollout": {"sampling": {"max_response_tokens": 96}},
         "actor": {"compute_dtype": "float32", "optimizer": {"lr": 0.01}},
     }
     told, _ = train(tmp_path, 20, long, rewards=("longer",))
     assert "answers grow several times" in told
     assert "of the answers reach 96 tokens; length" in told["answers grow to the limit"]["seen"]
+
+
+def test_answers_that_shrink_long_prompts_and_rewards_that_end_the_run(tmp_path):
+    (tmp_path / "faults.py").write_text(TASK)
+    mixed = {"source": {"name": "python", "function": f"{tmp_path}/faults.py:mixed", "size": 64, "seed": 1}}
+    short = {
+        "model": built(max_positions=112, characters=LETTERS),
+        "data": {"train": {**mixed, "max_prompt_tokens": 12}},
+        "rollout": {"sampling": {"max_response_tokens": 96}},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 0.01}},
+    }
+    with pytest.raises(RuntimeError, match="the judge is away"):
+        train(tmp_path, 30, short, rewards=("shorter",))
+    found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
+    assert re.fullmatch(r"rollout/response_length (2|3)\d -> \d tokens", found["answers shrink"].seen)
+    assert re.fullmatch(r"\d\d prompts were left out, about \d\d were used", found["many prompts are too long"].seen)
+    failed = found["the run ended in an error"]  # a program that trains has the traceback itself, and leaves no file
+    assert failed.seen.startswith("RewardsFailed: no answer of 4 groups can be trained on")
+    assert failed.tries[0] == "read the traceback where the program that trained has printed it"
+
+
+def test_a_policy_that_turns_to_noise(tmp_path):
+    """It begins with sharp choices, and its bonus for entropy is as large as its reward."""
+    noisy = {
+        "model": built(characters=LETTERS, options={"initializer_range": 1.0}),
+        "algorithm": {"preset": "grpo", "entropy_coef": 1.0},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 0.05}},
+    }
+    told, _ = train(tmp_path, 36, noisy)
+    assert told["entropy explosion"]["metrics"] == ["train/entropy"]
+
+
+def test_answers_that_are_encoded_anew(tmp_path, monkeypatch):
+    """The last token of one answer in sixteen comes back as another one, as from a tokenizer of another version."""
+    whole = BuiltinEngine.generate
+    answers = []
+
+    async def encoded_anew(self, request):
+        answer = await whole(self, request)
+        answers.append(answer)
+        *kept, last = answer.token_ids
+        return replace(answer, token_ids=(*kept, 3 + (last + 1) % 26)) if len(answers) % 16 == 0 else answer
+
+    monkeypatch.setattr(BuiltinEngine, "generate", encoded_anew)
+    sharp = {"model": built(characters=LETTERS, options={"initializer_range": 1.5})}
+    _, found = train(tmp_path, 7, sharp)
+    gap = found["rollout and trainer disagree"]
+    assert "Likely, from the metrics and settings: tokenisation or the end token, because single tokens" in gap.meaning
 
 
 def test_spikes_a_slow_reward_and_another_support(tmp_path):
@@ -159,10 +228,9 @@ class Rotten(RowDigest):
 
 def test_weights_that_change_after_a_sync_beside_a_router_and_another_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(in_process, "RowDigest", Rotten)
-    model = {"architecture": "qwen3_moe", "hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     apart = {
-        "model": {"build": {**model, "max_positions": 32, "characters": "abcd", "options": experts}},
+        "model": built(architecture="qwen3_moe", options=experts),
         "rollout": {"builtin": {"dtype": "bfloat16"}, "sampling": {"max_response_tokens": 3}},
         "weights": {"verify": "probe"},
     }
@@ -212,8 +280,8 @@ sys.exit(main(["train", sys.argv[1]]))
 @pytest.mark.slow
 def test_a_run_that_runs_out_of_memory(tmp_path):
     """Gradients and Adam's moments, 180 MB, do not fit: it may have 48 MiB more than before its first update."""
-    model = {"hidden_size": 640, "layers": 3, "heads": 8, "mlp_size": 1760, "max_positions": 32, "characters": "abcd"}
-    path = recipe(tmp_path, {"model": {"build": model}, "evaluation": {"sets": {}}, "run": {"steps": 2}})
+    model = built(hidden_size=640, layers=3, heads=8, mlp_size=1760)
+    path = recipe(tmp_path, {"model": model, "evaluation": {"sets": {}}, "run": {"steps": 2}})
     command = [sys.executable, "-c", LIMITED, str(path)]
     freed_at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     done = subprocess.run(command, env=freed_at_once, capture_output=True, text=True, timeout=300, check=False)

@@ -60,9 +60,46 @@ def test_a_replica_whose_device_is_shared_and_that_dies(tmp_path):
     )
 
 
+OWN = """
+import time
+from hone.algorithms.advantages import Advantages, Episodes, sequence_rewards
+
+calls = []
+
+def slow_at_first(batch):
+    calls.append(1)
+    if len(calls) <= 8:
+        time.sleep(0.3)
+    rewards = sequence_rewards(batch)
+    episodes = Episodes.of(batch, rewards)
+    return Advantages(episodes.on_tokens(episodes.rewards - episodes.mean(episodes.rewards), batch, rewards.dtype))
+
+def slow_later(response, ground_truth, row):
+    calls.append(1)
+    if len(calls) > 16 * 11:
+        time.sleep(0.04)
+    return response.count("a") / 3
+"""
+
+
 @pytest.mark.slow
-def test_a_generator_that_is_far_ahead_of_the_trainer(tmp_path):
-    many = {"update": {"prompts_per_step": 4, "samples_per_prompt": 4, "epochs": 8}}
-    told, found = train(tmp_path, 9, ahead(2), many, {"rollout": SHORT})
+def test_a_generator_that_is_far_ahead_of_the_trainer_and_then_waits_for_rewards(tmp_path):
+    """A slow driver in 8 steps: servers idle, and tokens become old. Then slow rewards, for which both sides wait."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = {
+        "algorithm": {"correction": {"old": "rollout"}, "advantage": {"name": f"{tmp_path}/own.py:slow_at_first"}},
+        "reward": {"components": {"late": {"reward": f"{tmp_path}/own.py:slow_later"}}, "workers": 1},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 0.02}},
+    }
+    told, found = train(tmp_path, 15, ahead(2), own, {"rollout": SHORT})
     assert told["tokens are as old as allowed"]["seen"] == "schedule/staleness 2.00 of at most 2"
-    assert "tokens are as old as allowed" in found
+    assert told["the driver takes a large share of a step"]["seen"].startswith("perf/driver_fraction ")
+    assert told["rollout servers idle"]["meaning"].startswith("Training is the bottleneck")
+    gap = next(one for title, one in told.items() if title.startswith(("rollout and trainer", "the gap between")))
+    assert gap["meaning"].endswith(
+        "Likely, from the metrics and settings: old weights, because answers are drawn ahead."
+    )
+    waits = found["the trainer waits for answers"]
+    assert waits.meaning.startswith("Neither side works: answers wait for their rewards")
+    assert waits.tries[0] == "raise reward.workers"
+    assert "rollout servers idle" not in found

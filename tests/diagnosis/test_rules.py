@@ -185,6 +185,13 @@ def test_throughput_that_fell_names_the_phase_and_the_replica_that_is_slow(tmp_p
     assert "perf/generate_s grew from 6 to 20 s; replica 1 generates at 30% of the speed" in seen
 
 
+def test_a_trainer_and_servers_that_both_wait_are_one_finding(tmp_path):
+    waiting = {"perf/trainer_wait_s": flat(7.0), "perf/rollout_utilisation": flat(0.2)}
+    (found,) = titles(run_folder(tmp_path, HEALTHY | waiting)).values()
+    assert found.title == "the trainer waits for answers"
+    assert found.meaning.startswith("Neither side works")
+
+
 def test_one_answer_to_a_prompt_has_no_variance_to_miss(tmp_path):
     metrics = {**HEALTHY, "rollout/zero_variance_fraction": flat(1.0)}
     settings = {**SETTINGS, "update": {"samples_per_prompt": 1}}
@@ -211,6 +218,10 @@ GAPS = {
     "the sampling support": ({}, {"rollout": {"sampling": {"top_k": 20}}}),
     "the weights": ({"correction/probe_max_abs_difference": flat(0.4)}, {}),
     "the router": ({"train/routes_replaced": flat(0.1)}, {}),
+    "the step's own updates, because each of its 4": (
+        {},
+        {"update": {"epochs": 2, "minibatches": 2}, "algorithm": {"correction": {"old": "rollout"}}},
+    ),
     "old weights": ({}, {"asynchrony": {"staleness": 1}}),
     "tokenisation or the end token": ({"correction/max_abs_difference": flat(17.0)}, {}),
     "precision": ({}, {"actor": {"compute_dtype": "float32"}, "rollout": {"builtin": {"dtype": "bfloat16"}}}),
