@@ -23,7 +23,7 @@ def beside_other_work(path):
 
     def work(module, inputs):
         if type(module).__name__.endswith("MLP") and len(steps) >= ALONE:
-            for _ in range(60):
+            for _ in range(30):
                 other @ other
 
     register_optimizer_step_post_hook(lambda *_: steps.append(1))
@@ -47,6 +47,5 @@ def test_a_rank_whose_device_is_shared(tmp_path):
     (told,) = [one for one in read_findings(tmp_path / "run") if one["title"] == "a rank is slow"]
     assert told["step"] > ALONE
     found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
-    said = re.compile(r"rank 1 of the actor computes at \d\d?% of the speed of the others since step \d+$")
-    assert said.fullmatch(found["a rank is slow"].seen)
-    assert said.search(found["throughput fell"].seen)
+    said = r"rank 1 of the actor computes at \d\d?% of the speed of the others since step \d+"
+    assert re.fullmatch(said, found["a rank is slow"].seen)

@@ -177,12 +177,14 @@ def test_parts_of_a_reward_may_have_dots_and_a_speed_no_number(tmp_path):
     assert found.seen.startswith("form, of 2 parts, makes 99%")
 
 
-def test_throughput_that_fell_names_the_phase_and_the_replica_that_is_slow(tmp_path):
+def test_throughput_that_fell_names_the_phase_and_the_replica_and_rank_that_are_slow(tmp_path):
     slow = {"perf/slowest_replica_speed": flat(0.3), "perf/slowest_replica": flat(1.0)}
+    slow |= {"perf/train/slowest_rank_speed": flat(0.2), "perf/train/slowest_rank": flat(2.0)}
     phase = {"perf/tokens_per_s": SLOWER, "perf/generate_s": [6.0] * 12 + [20.0] * 8}
     seen = titles(run_folder(tmp_path, HEALTHY | slow | phase))["throughput fell"].seen
     assert "before step 13" in seen
     assert "perf/generate_s grew from 6 to 20 s; replica 1 generates at 30% of the speed" in seen
+    assert seen.endswith("; rank 2 of the actor computes at 20% of the speed of the others since step 1")
 
 
 def test_a_trainer_and_servers_that_both_wait_are_one_finding(tmp_path):
