@@ -32,6 +32,8 @@ from hone.types import COLUMNS, Axis, Batch, BatchImages, Image, Selection, Stat
 Key = tuple[str, str]
 """A field of `Batch`, and the name in it where it is a mapping."""
 
+SHORTEST_SHARED = 4  # tokens: a shorter prefix costs more to share than to compute again
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -288,6 +290,13 @@ def microbatches(batch: Batch, max_tokens: int) -> list[list[int]]:
             break
     bins = [sorted(part) for part in bins]
     return sorted(bins, key=lambda part: (-sum(lengths[i] for i in part), part))
+
+
+def shared_beginning(sequences: list[list[int]]) -> int:
+    """Length of the common prefix; every sequence keeps at least one unshared token."""
+    first, last = min(sequences), max(sequences)  # in sorted order, all others share what these two share
+    shortest = min(len(sequence) for sequence in sequences) - 1
+    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def groups_of(batch: Batch) -> list[list[int]]:

@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 
 from hone.data.packed_images import image_names
-from hone.data.packing import groups_of, microbatches, microbatches_of_groups
+from hone.data.packing import (
+    SHORTEST_SHARED,
+    groups_of,
+    microbatches,
+    microbatches_of_groups,
+    shared_beginning,
+)
 from hone.models.attention.packed import Packing
 from hone.models.attention.sequence_parallel import current_ranks
 from hone.models.vision.model import RowImages, positions_of
 from hone.spans import cumulative, ranges, repeat
 from hone.types import Batch, BatchImages
 
-SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
 _MORE = 1.25  # times as many micro-batches pay off if each prompt is computed about once
 
 
@@ -116,13 +121,13 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     segments: list[_Segment] = []
     members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
     for sequences in groups_of(batch):
-        shared = _shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
+        shared = shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
         if shared and batch.routed_experts is not None:
             shared = _shared_routes(batch.routed_experts, [ends[i] for i in sequences], shared)
         if shared and batch.images is not None:
             shared = _shared_by_images(batch.images, sequences, shared)
         parent = None
-        if shared >= SHORTEST:
+        if shared >= SHORTEST_SHARED:
             parent = len(segments)
             segments.append(_Segment(ends[sequences[0]], shared))
         for i in sequences:
@@ -130,13 +135,6 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
             members[i] = [len(segments)] if parent is None else [parent, len(segments)]
             segments.append(_Segment(start, ends[i + 1] - start, parent))
     return segments, members
-
-
-def _shared_beginning(sequences: list[list[int]]) -> int:
-    """Length of the common prefix; every sequence keeps at least one unshared token."""
-    first, last = min(sequences), max(sequences)  # in sorted order, all others share what these two share
-    shortest = min(len(sequence) for sequence in sequences) - 1
-    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def _shared_routes(routes: Tensor, starts: Sequence[int], length: int) -> int:

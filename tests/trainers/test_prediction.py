@@ -8,18 +8,26 @@ from safetensors.torch import load_file, save_file
 
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
-from hone.config import ConfigError
+from hone.config import ConfigError, load
+from hone.data.preference_readers import PairMaker
+from hone.data.preferences import pack_pairs
+from hone.data.stream import make_renderer
+from hone.engines.layout import lay_out
 from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
 from hone.planner.devices import Device, Machine
+from hone.planner.memory import Role
 from hone.tracking.report.build import build_report
 from hone.trainers.forecast.forecast import Given, forecast
 from hone.trainers.forecast.record import Peaks, foretell, why_refused
-from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.setup import placement_of, shared_tokens
 from hone.trainers.forecast.sizes import sizes_of
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
+from hone.trainers.supervised.settings import PreferenceRunConfig
 from tests.families.types import save_tiny
 from tests.trainers import tiny
+from tests.trainers.preference_task import written
 
 MIB = 2**20
 
@@ -170,3 +178,16 @@ def test_the_built_in_engine_keeps_the_base_of_the_weights_that_an_adapter_chang
     ]
     both = (anatomy.linear_parameters + anatomy.lora_parameters(2), sum(map(sum, up)))
     assert found == [4 * both[0], 0, 4 * both[1]]
+
+
+def test_what_the_answers_of_a_pair_begin_with_is_computed_once(tmp_path):
+    config = load(PreferenceRunConfig, written(tmp_path, "prefer", "dpo"), []).config
+    sizes = sizes_of(config, tmp_path)
+    reader = make_renderer(config.data, load_tokenizer(local_model(config.model, tmp_path / "again")))
+    maker = PairMaker("train", config.data.train, reader, "data.train")
+    batch = pack_pairs([maker.make(index) for index in range(len(maker.reader))])
+    row = len(lay_out(batch).take)
+    assert row < batch.num_tokens
+    policy = Role("actor", sizes.models["actor"])
+    shared = shared_tokens(config, sizes.lengths, policy, Machine(Device("cpu", 1, 1, 1, 1, 1)))
+    assert shared == pytest.approx(row / batch.num_tokens)

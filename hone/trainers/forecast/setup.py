@@ -223,7 +223,7 @@ def shared_tokens(config: Any, lengths: Lengths, policy: Role, machine: Machine)
 
 
 def _shared(config: Any, lengths: Lengths, counted: float) -> float:
-    group = config.update.samples_per_prompt if isinstance(config, PolicyRunConfig) else 1
+    group = config.update.samples_per_prompt if isinstance(config, PolicyRunConfig) else lengths.sequences
     together = max(min(counted / max(lengths.sequence, 1.0), float(group)), 1.0)
     return (lengths.prompt + together * lengths.response) / (together * max(lengths.sequence, 1.0))
 

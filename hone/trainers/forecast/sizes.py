@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config import Config
+from hone.data.packing import SHORTEST_SHARED, shared_beginning
 from hone.data.stream import PromptMaker, TooLong, make_renderer
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source
@@ -29,10 +30,10 @@ POLICY = "actor"
 class Lengths:
     """Tokens of prompts and answers; of supervised data, of the items of a step. `source` says how they are known."""
 
-    prompt: float = 0.0  # mean
+    prompt: float = 0.0  # mean; of a pair what both answers begin with
     prompt_max: int = 0
     response: float = 0.0
-    response_max: int = 0
+    response_max: int = 0  # of supervised data the whole sequence
     source: str = ""
     rows: int = 0  # of the training data
     sequences: int = 1  # of an item: two answers of a pair
@@ -102,7 +103,14 @@ def measured_lengths(config: Any, model: ModelConfig) -> Lengths:
     items = _first_items(maker)
     pairs = 2 if items and hasattr(items[0], "rejected") else 1
     mean, most = _mean_and_most([_tokens(one) / pairs for one in items])
-    return Lengths(0.0, 0, mean, round(most), f"mean of {len(items)} rows", len(maker.reader), pairs)
+    alike, _ = _mean_and_most([_alike(one) for one in items] if pairs == 2 else [])
+    return Lengths(alike, 0, mean - alike, round(most), f"mean of {len(items)} rows", len(maker.reader), pairs)
+
+
+def _alike(pair: Any) -> int:
+    """Tokens that both answers of a pair begin with, and that an engine computes once."""
+    found = shared_beginning([list(pair.chosen.token_ids), list(pair.rejected.token_ids)])
+    return found if found >= SHORTEST_SHARED else 0
 
 
 def _tokens(item: Any) -> int:

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from hone.algorithms.summed_losses import HIGH, LOSSES, LOW
-from hone.data.packing import Sample, pack_samples
-from hone.engines.layout import SHORTEST
+from hone.data.packing import SHORTEST_SHARED, Sample, pack_samples
 from hone.types import Batch, LossOutput, ModelOutput, Need
 
 TARGETS = "target_tokens"
@@ -128,7 +127,7 @@ def beginning_alike(sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
         tokens = alike
         for first in range(end - 1, max(end - LARGEST_GROUP, 0), -1):
             alike, tokens = min(alike, common[first]), tokens + len(sequences[order[first - 1]])
-            if alike < SHORTEST or tokens - alike * (end - first + 1) > GROUP_TOKENS:
+            if alike < SHORTEST_SHARED or tokens - alike * (end - first + 1) > GROUP_TOKENS:
                 break
             if (found := saved[first - 1] + alike * (end - first)) > best:
                 best, start = found, first - 1
