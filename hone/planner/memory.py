@@ -155,16 +155,19 @@ def activation_bytes_per_token(role: Role) -> int:
     """Bytes that the backward keeps for one token, by the role's checkpointing: all, or each layer's input and a layer.
 
     A rank of a tensor-parallel group keeps its part of a layer's inside, and all of what lies between layers unless
-    these ranks share it. The first stage of a pipeline begins as many micro-batches as there are stages.
+    these ranks share it. The first stage of a pipeline begins as many micro-batches as there are stages; with
+    several parts on each stage it begins its first part of more of them (arXiv 2104.04473).
     """
     anatomy, layout, kept = role.anatomy, role.layout, kept_bytes_per_token(role.anatomy, role.computed)
     between = role.computed * anatomy.hidden * anatomy.layers
     inside = max(kept - between, 0) // layout.tensor
     between //= layout.tensor if layout.between else 1
-    begun = min(layout.pipeline, role.microbatches)
+    parts = layout.pipeline * layout.parts
+    ahead = layout.pipeline - 1 if layout.parts > 1 else 0
+    begun = min(parts + ahead, role.microbatches * layout.parts)
     if not role.recompute:
-        return (between + inside) * begun // layout.pipeline
-    inputs = between * role.keeps_inputs * begun // layout.pipeline
+        return (between + inside) * begun // parts
+    inputs = between * role.keeps_inputs * begun // parts
     return inputs + (inside + between) // max(anatomy.layers, 1)
 
 

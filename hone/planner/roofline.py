@@ -7,10 +7,12 @@ training        forward 2, backward 4 operations per weight and token, a second 
 optimizer       weights, gradients and state once       / memory speed
 sharded ranks   weights twice per micro-batch, gradients once  / link; of experts the ranks' own
 tensor ranks    sums of the hidden states after attention and MLP, in each pass over a layer   / link
+copies          gradients are added up after every micro-batch                                 / link or network
 sequence ranks  queries, keys, values and outputs in each pass over a layer                    / link
 expert ranks    hidden states to the chosen experts and back                                   / link
 ZeRO-1          gradients and weights once per update          / link
-pipeline        stages wait while the first micro-batch comes and the last one leaves
+pipeline        stages wait while the first micro-batch comes and the last one leaves, less with several parts on each;
+                hidden states from part to part, and their gradients back                      / link
 sync            weights once                            / link
 """
 
@@ -111,8 +113,9 @@ def _exchange_s(one: Pass, load: Load, device: Device) -> float:
     shapes = sum((one.heads + one.kv_heads) * (one.key_size + one.value_size) for one in anatomy.attention)
     copies = 1 if layout.between else tensor  # tensor ranks that do not share tokens send each to its experts
     sent = 2 * anatomy.experts_per_token * anatomy.hidden * anatomy.expert_layers * copies * (expert - 1) / expert
+    handed = (layout.pipeline * layout.parts - 1) * anatomy.hidden * (1 if layout.between else tensor)
     passes = one.forwards + one.epochs * (2 + role.recompute)
-    return passes * (
+    return (one.forwards + one.epochs * 2) * seconds(handed, layout.holders * sequence) + passes * (
         seconds(sums, tensor)
         + seconds(shapes * (sequence - 1) / sequence, tensor * sequence)
         + seconds(sent, max(expert, tensor))
@@ -124,8 +127,10 @@ def _step_s(one: Pass, load: Load, device: Device) -> float:
     size, role = static(one.role), one.role
     updates = load.optimizer_steps if one.epochs else 0
     update_s = updates * 2 * (size.weights + size.gradients + size.optimizer) / (device.memory_gb_s * 1e9)
+    if not role.layout.whole and role.layout.replicate > 1:
+        update_s += _added_s(one, load, device)
     if role.layout.holders == 1 and not role.layout.whole:
-        return update_s if role.layout.ranks == 1 else update_s + updates * size.gradients / (device.link_gb_s * 1e9)
+        return update_s
     link = (device.network_gb_s if load.link_is_network else device.link_gb_s) * 1e9
     if role.layout.whole:
         moved = size.gradients + role.computed * held(role, role.learnt)  # scatter gradients, gather weights
@@ -135,6 +140,14 @@ def _step_s(one: Pass, load: Load, device: Device) -> float:
     whole = role.computed * gathered
     rounds = one.forwards * load.microbatches + one.epochs * load.microbatches * 3  # gather twice, scatter once
     return update_s + rounds * whole / link / 2  # half of it overlaps with the computation
+
+
+def _added_s(one: Pass, load: Load, device: Device) -> float:
+    """Seconds that copies of the model take to add up their gradients, in a ring."""
+    layout = one.role.layout
+    link = device.link_gb_s if layout.ranks <= load.node_devices else device.network_gb_s
+    sent = 2 * (layout.replicate - 1) / layout.replicate * static(one.role).gradients
+    return one.epochs * load.microbatches * sent / (link * 1e9)
 
 
 __all__ = ["Load", "Pass", "costs_of", "forward_operations"]

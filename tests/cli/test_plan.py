@@ -81,6 +81,15 @@ def test_the_search_tries_the_dimensions_that_the_engine_has_and_says_when_nothi
     assert "No mapping to 4xSmall fits" in capsys.readouterr().out
 
 
+def test_the_search_tries_a_copy_on_each_machine(capsys):
+    """Two machines: weights are gathered over their fast links, and only gradients go over the network."""
+    arguments = ["recipes/sft/chat.yaml", "--devices", "4xH100", "--nodes", "2", "--search"]
+    _, found = planned(capsys, *arguments)
+    key = "actor.backend.parallel.replicate"
+    assert found["search"][0]["overrides"][key] == 2
+    assert load_recipe(Path(arguments[0]), [f"{key}=2"]).config.actor.backend.layout(8).replicate == 2
+
+
 def test_supervised_runs_have_a_plan_too(capsys):
     assert main(["plan", "recipes/sft/chat.yaml", "--devices", "8xH100", "--nodes", "2"]) == 0
     shown = capsys.readouterr().out

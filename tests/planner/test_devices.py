@@ -115,6 +115,33 @@ def test_what_ranks_of_a_copy_exchange_by_hand(layout, numbers, link):
     assert several - alone == pytest.approx((1 + 2) * 4 * numbers / link, rel=1e-4)  # a forward, and one with backward
 
 
+def test_parts_of_a_pipeline_idle_less_and_hand_over_more():
+    """Two stages with a part each, or two: 1 or 3 times 10 numbers from part to part, forth and back."""
+    device = parse_devices("A100", 1, known_devices()).device
+    load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=1.0, rows=10.0)
+    alone, plain, virtual = (
+        costs_of(device, [Pass(replace(ACTOR, layout=one, microbatches=4), 1.0, 1.0)], load).train_token_s
+        for one in (Layout(), Layout(pipeline=2, whole=True), Layout(pipeline=2, parts=2, whole=True))
+    )
+    assert plain == pytest.approx(alone * (1 + 1 / 4) + 3 * 4 * 10 * 1 / 300e9)
+    assert virtual == pytest.approx(alone * (1 + 1 / 8) + 3 * 4 * 10 * 3 / 300e9)
+
+
+def test_copies_add_up_their_gradients_after_each_microbatch():
+    """Of 4000 bytes, and of each half: 2 x 3/4 of it in a ring of four; over the network if a machine has two ranks."""
+    device = parse_devices("A100", 1, known_devices()).device
+    load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=5.0, rows=10.0, node_devices=4)
+
+    def step_s(layout, **facts):
+        return costs_of(device, [Pass(replace(ACTOR, layout=layout), 0.0, 1.0)], replace(load, **facts)).train_step_s
+
+    copies = Layout(replicate=4)
+    assert step_s(copies) - step_s(Layout()) == pytest.approx(5 * 1.5 * 4000 / 300e9)
+    assert step_s(copies, node_devices=2) - step_s(Layout()) == pytest.approx(5 * 1.5 * 4000 / 25e9)
+    sharded = replace(copies, shard=2)
+    assert step_s(sharded) - step_s(Layout(shard=2)) == pytest.approx(5 * 1.5 * 2000 / 25e9)
+
+
 def test_ranks_that_split_experts_gather_only_their_own():
     """1000 weights, 480 of them of experts: a micro-batch of FSDP gathers weights twice and scatters gradients once."""
     device = parse_devices("A100", 1, known_devices()).device

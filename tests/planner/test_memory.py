@@ -117,6 +117,8 @@ def test_the_first_stage_keeps_activations_of_as_many_microbatches_as_there_are_
     staged = replace(ACTOR, layout=Layout(pipeline=4, whole=True))
     kept = [activation_bytes_per_token(replace(staged, microbatches=count)) for count in (1, 2, 8)]
     assert kept == [150, 300, 600]
+    parts = replace(ACTOR, layout=Layout(pipeline=4, parts=2, whole=True))  # 8 parts of 75 bytes; 3 begin in addition
+    assert [activation_bytes_per_token(replace(parts, microbatches=one)) for one in (1, 2, 8)] == [150, 300, 825]
     tensor = [
         activation_bytes_per_token(replace(ACTOR, layout=Layout(tensor=2, between=one, whole=True)))
         for one in (False, True)

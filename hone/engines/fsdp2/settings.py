@@ -70,7 +70,7 @@ class ParallelConfig(ShardConfig):
 class ShardedSettings(BackendSettings):
     """Settings of every engine whose weights `fully_shard` shards."""
 
-    dimensions: ClassVar[tuple[str, ...]] = ("sequence",)
+    dimensions: ClassVar[tuple[str, ...]] = ("replicate", "sequence")
     parallel: ShardConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"
     )
@@ -87,7 +87,7 @@ class ShardedSettings(BackendSettings):
 class Fsdp2Settings(ShardedSettings):
     """PyTorch's FSDP2 around a transformers model, with transformers' own tensor and expert plans."""
 
-    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "sequence", "expert")
+    dimensions: ClassVar[tuple[str, ...]] = ("replicate", "tensor", "sequence", "expert")
     name: str = "fsdp2"
     parallel: ParallelConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"

@@ -198,15 +198,20 @@ def _meshes(config: Any, sizes: Sizes, machine: Machine) -> list[Overrides]:
 
     shared = "context" if "context" in backend.dimensions else "sequence"
     found: list[Overrides] = []
-    for tensor, tokens, pipeline, expert in product(
+    for replicate, tensor, tokens, pipeline, parts, expert in product(
+        sorted({*degrees("replicate"), *([machine.nodes] if "replicate" in backend.dimensions else [])}),
         degrees("tensor", anatomy.tensor_plan),
         degrees(shared, not anatomy.stateful, not anatomy.index_size),
-        [n for n in degrees("pipeline") if n <= anatomy.layers],
+        degrees("pipeline"),
+        degrees("virtual_pipeline"),
         [n for n in degrees("expert", anatomy.expert_plan) if max(anatomy.experts, 1) % n == 0],
     ):
         if not all(_shares(a, b, tensor, tokens) for a, b in heads):
             continue
-        mesh = {"tensor": tensor, shared: tokens, "pipeline": pipeline, "expert": expert}
+        if pipeline * parts > anatomy.layers or (parts > 1 and pipeline == 1):
+            continue
+        mesh = {"replicate": replicate, "tensor": tensor, shared: tokens, "pipeline": pipeline}
+        mesh |= {"virtual_pipeline": parts, "expert": expert}
         chosen = {
             f"actor.backend.parallel.{name}": size
             for name, size in mesh.items()

@@ -11,7 +11,7 @@ from hone.engines.fsdp2.settings import ParallelConfig, ShardedSettings
 class AutomodelSettings(ShardedSettings):
     """Models of transformers, or Automodel's own, sharded by NeMo Automodel."""
 
-    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "sequence")
+    dimensions: ClassVar[tuple[str, ...]] = ("replicate", "tensor", "sequence")
     name: str = "automodel"
     parallel: ParallelConfig | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"

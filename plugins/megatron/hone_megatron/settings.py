@@ -102,7 +102,7 @@ class MegatronParallel(Config):
 class MegatronSettings(BackendSettings):
     """Megatron-Core's model and parallelism; gradients and optimizer state are sharded over data-parallel ranks."""
 
-    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "context", "pipeline", "expert")
+    dimensions: ClassVar[tuple[str, ...]] = ("tensor", "context", "pipeline", "virtual_pipeline", "expert")
     name: str = "megatron"
     parallel: MegatronParallel | None = setting(None, "how ranks divide the work; null: all ranks split batches")
     offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is idle")

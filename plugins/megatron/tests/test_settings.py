@@ -62,6 +62,31 @@ def test_ranks_that_share_experts_are_those_that_share_other_things():
         MegatronParallel(**settings, pipeline=2).sizes(8)
 
 
+def test_the_search_of_a_plan_tries_parts_of_stages(tmp_path, capsys):
+    """On slow devices with fast links, stages of two parts are faster than stages of one: they idle less."""
+    task, facts = tmp_path / "task.py", tmp_path / "facts.yaml"
+    task.write_text("def rows(seed, size):\n    return [{'prompt': 'ab', 'completion': 'ba'}] * size\n")
+    facts.write_text("Slow: {memory_gib: 9, tflops: 0.01, memory_gb_s: 100, link_gb_s: 99, network_gb_s: 9}\n")
+    run = {
+        "kind": "sft",
+        "run": {"dir": str(tmp_path / "run"), "steps": 1},
+        "model": {"build": {"hidden_size": 32, "layers": 4, "heads": 1, "kv_heads": 1, "mlp_size": 64}},
+        "data": {"train": {"source": {"name": "python", "function": f"{task}:rows", "size": 64, "seed": 0}}},
+        "actor": {"backend": {"name": "megatron"}},
+        "samples_per_step": 32,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(run))
+    assert main(["plan", str(file), "--devices", "2xSlow", "--device-facts", str(facts), "--search", "--json"]) == 0
+    keys = [f"actor.backend.parallel.{name}" for name in ("pipeline", "virtual_pipeline")]
+    found = {
+        tuple(one["overrides"].get(key, 1) for key in keys): one["step_s"]
+        for one in reversed(json.loads(capsys.readouterr().out)["search"])
+    }
+    assert set(found) == {(1, 1), (2, 1), (2, 2)}
+    assert found[2, 1] > found[2, 2]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -55,7 +55,7 @@ class TitanParallel(Config):
 class TitanSettings(BackendSettings):
     """torchtitan's model and parallelism; weights, gradients and optimizer state are sharded over ranks (FSDP2)."""
 
-    dimensions: ClassVar[tuple[str, ...]] = ("tensor",)
+    dimensions: ClassVar[tuple[str, ...]] = ("replicate", "tensor")
     name: str = "torchtitan"
     parallel: TitanParallel | None = setting(
         None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"
