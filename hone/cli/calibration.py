@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig
 
 from hone.data.packing import Sample, pack_samples
-from hone.engines.settings import EngineConfig
+from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.building import save_model
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.loading import DTYPES, folder_of
@@ -39,6 +39,7 @@ from hone.planner.devices import known_devices, this_machine, write_user_file
 from hone.planner.memory import Role
 from hone.planner.roofline import Pass
 from hone.platforms.base import compute_dtype, current_platform
+from hone.rollout.adapters import AdapterKind
 from hone.rollout.builtin.cache import COLUMN_STEP, rounded
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
@@ -202,12 +203,7 @@ def _generate(
     architecture.dtype = DTYPES[dtype]
     chosen: Any = dtype
     engine = BuiltinEngine(BuiltinSettings(dtype=chosen, slots=MOST_ROWS), architecture, device=platform.torch_device())
-    versions = iter(range(1, 100))
-
-    def send() -> None:
-        asyncio.run(sync(worker.weights(DTYPES[dtype]), engine.update_weights, next(versions)))
-
-    timings["sync"][layers, 1] = _seconds(send)
+    timings["sync"][layers, 1] = _sync_s(config.actor.lora, worker, engine, DTYPES[dtype])
     vocabulary = architecture.get_text_config().vocab_size
     prompt = min(max(round(config.rollout.sampling.max_response_tokens / 2), 8), engine.longest - LONG)
     far = min(prompt + FARTHER, engine.longest - LONG)
@@ -222,6 +218,24 @@ def _generate(
     timings["attention"][layers, 1] = column
     for rows in (FEW_ROWS, MOST_ROWS):
         timings["decode"][layers, rows] = max(step_s[rows, prompt] - column * rows * _columns(prompt), 0.0)
+
+
+def _sync_s(lora: LoraConfig | None, worker: TrainWorker, engine: BuiltinEngine, dtype: torch.dtype) -> float:
+    """Seconds of a weight sync as a run has it: of all weights, or of an adapter once the engine has the base."""
+    versions = iter(range(1, 100))
+
+    def send() -> None:
+        if lora is not None and lora.sync != "merged" and engine.has_base:
+            stream, found = worker.engine.get_per_tensor_param(adapter_only=True)
+            kind = found or {}
+            if not engine.unfit_for_adapter(AdapterKind.of(kind, "")):
+                asyncio.run(
+                    sync(stream, lambda tensors, version: engine.update_adapter(tensors, kind, version), next(versions))
+                )
+                return
+        asyncio.run(sync(worker.weights(dtype), engine.update_weights, next(versions)))
+
+    return _seconds(send)
 
 
 def _columns(prompt: int) -> float:

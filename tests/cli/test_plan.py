@@ -121,9 +121,10 @@ def test_what_makes_no_plan_is_refused(arguments, says, capsys):
 
 
 @pytest.mark.slow
-def test_a_machine_is_calibrated_also_for_a_vocabulary_of_few_tokens(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("actor", [{}, {"lora": {"rank": 2}}])
+def test_a_machine_is_calibrated_also_for_a_vocabulary_of_few_tokens(actor, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HONE_DEVICE_FACTS", str(tmp_path / "mine.yaml"))
-    code, found = planned(capsys, recipe(tmp_path), "--calibrate")  # 12 tokens
+    code, found = planned(capsys, recipe(tmp_path, {"actor": actor}), "--calibrate")  # 12 tokens
     assert (code, found["fits"]) == (0, True)
     assert "hone plan --calibrate" in found["device"]
     (facts,) = known_devices()["cpu"].calibrated.values()
