@@ -5,65 +5,85 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.engines.layout import lay_out, on_host
+from hone.engines.layout import Layout, lay_out, on_host
 from hone.engines.logprobs import Head, Queries, Reference, score_tokens
 from hone.engines.moe import Experts
 from hone.models.attention.packed import packed
-from hone.models.attention.sequence_parallel import current_ranks
-from hone.models.loading import DTYPES, ValueModel, load_head
-from hone.models.settings import ModelConfig
+from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
+from hone.models.loading import ValueModel
 from hone.models.vision.model import hidden_states
 from hone.types import Batch, ModelOutput, Need, TopK
 
 Forward = Callable[[Batch, frozenset[Need]], ModelOutput]
+Copies = tuple[Tensor, Tensor] | None  # tokens, and for each the scored one that it is equal to; None: all are scored
 
 EXTRAS = ("sum_pi_squared", "logprobs_at", "full_kl", "top_k_ids", "top_k_logprobs")  # fields of TokenScores
 
 
 def trained_rows(batch: Batch) -> Tensor:
-    """Indices of the tokens with a loss, [R]. Raises ValueError if a sequence's first token has one."""
+    """Indices of the tokens with a loss, [R], in host memory. Raises ValueError if a sequence's first token has one."""
     known = on_host(batch)
     if known.num_sequences and bool(known.loss_mask[known.cu_seqlens[:-1]].any()):
         raise ValueError("loss_mask is 1 on the first token of a sequence, which has no log-prob")
-    return known.loss_mask.nonzero()[:, 0].to(batch.loss_mask.device, non_blocking=True)
+    return known.loss_mask.nonzero()[:, 0]
+
+
+def scored_rows(batch: Batch, layout: Layout, ranks: SequenceRanks | None) -> tuple[Tensor, Tensor, Copies]:
+    """Which tokens this rank scores: those with a loss, and of those that have one place in the row the first.
+
+    Returns them [R], the place of the hidden state before each among this rank's [R], and the tokens that take their
+    results from another's. `ranks` have slices of the row.
+    """
+    trained, device = trained_rows(batch), batch.token_ids.device
+    rows, copies = trained, None
+    if batch.ids_at is None and batch.reference_states is None:  # which may differ between equal tokens
+        first = layout.first[trained]
+        rows = first.unique()
+        if len(rows) < len(trained):
+            copies = trained.to(device, non_blocking=True), first.to(device, non_blocking=True)
+    rows = rows.to(device, non_blocking=True)
+    where = layout.where[rows - 1]
+    if ranks is None:
+        return rows, where, copies
+    where = where - ranks.start(len(layout.token_ids))
+    here = (where >= 0) & (where < ranks.slices(len(layout.token_ids))[ranks.rank])
+    return rows[here], where[here], copies
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A body's results for some tokens."""
+    """A body's results for the tokens that are scored."""
 
-    rows: Tensor  # [R] the tokens on this rank
+    rows: Tensor  # [R] these tokens
     hidden: Tensor  # [R, H] the last hidden state before each
+    copies: Copies
     extras: dict[str, Tensor]  # the routers' outputs, [T, ...]
 
 
-def states_before(body: Any, batch: Batch, rows: Tensor, experts: Experts | None, needs: frozenset[Need]) -> States:
-    """Run the body and return its last hidden state before each of the tokens `rows`.
+def states_before(body: Any, batch: Batch, experts: Experts | None, needs: frozenset[Need]) -> States:
+    """Run the body and return its last hidden state before each token with a loss.
 
     Under sequence parallelism, each rank has the states of its slice only.
     """
     layout = lay_out(batch)
-    token_ids, position_ids, where = layout.token_ids, layout.position_ids, layout.where[rows - 1]
-    images, ranks = layout.images, layout.packing.ranks
+    token_ids, position_ids, images = layout.token_ids, layout.position_ids, layout.images
+    ranks = layout.packing.ranks
+    rows, where, copies = scored_rows(batch, layout, ranks)
     if ranks is not None:
-        where = where - ranks.start(len(token_ids))
         if images is not None:
             images = images.within(ranks.start(len(token_ids)), len(ranks.own(token_ids)))
         token_ids, position_ids = ranks.own(token_ids), ranks.own(position_ids)
-        here = (where >= 0) & (where < len(token_ids))
-        rows, where = rows[here], where[here]
     extras: dict[str, Tensor] = {}
     with packed(layout.packing), nullcontext() if experts is None else experts.watch(batch, layout) as routing:
         states = hidden_states(body, token_ids, position_ids, images)
     if experts is not None and routing is not None:
         extras = experts.outputs(batch, layout, routing, needs)
-    return States(rows, states.index_select(0, where), extras)
+    return States(rows, states.index_select(0, where), copies, extras)
 
 
 def language_forward(
@@ -88,7 +108,7 @@ def language_forward(
     score = Scorer(temperature, chunk_tokens, reference_head)
 
     def forward(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
-        found = states_before(model.base_model, batch, trained_rows(batch), experts, needs)
+        found = states_before(model.base_model, batch, experts, needs)
         return score(found, replace(Head.of(model), dtype=head_dtype), batch, needs)
 
     return forward
@@ -117,10 +137,10 @@ class Scorer:
         if "states" in needs:
             extras["states"] = found.hidden
         return ModelOutput(
-            logprobs=_spread(scores.logprobs, rows, length),
-            entropy=_spread(scores.entropy, rows, length) if scores.entropy is not None else None,
+            logprobs=_spread(found, scores.logprobs, length),
+            entropy=_spread(found, scores.entropy, length) if scores.entropy is not None else None,
             extras=found.extras
-            | {name: _spread(value, rows, length) for name, value in extras.items() if value is not None},
+            | {name: _spread(found, value, length) for name, value in extras.items() if value is not None},
         )
 
 
@@ -144,31 +164,11 @@ def _queries(
     return Queries(None if ids is None else ids[rows], top_k, reference)
 
 
-def head_of_reference(
-    model: ModelConfig, compute_dtype: str, device: str, head_dtype: torch.dtype | None = None
-) -> Callable[[], Head]:
-    """Return a function that loads the reference's head for "full_kl" at its first call, and keeps it.
-
-    Another worker runs the reference's body and sends its "states". The weights have the precision of
-    `compute_dtype` and are held in `head_dtype` if it is given.
-    """
-
-    @cache
-    def load() -> Head:
-        head = Head.of(load_head(model))
-        dtype = DTYPES[compute_dtype]
-        bias = head.bias.detach().to(device, dtype) if head.bias is not None else None
-        weight = head.weight.detach().to(device, dtype).clone()
-        return replace(head, weight=weight, bias=bias, dtype=head_dtype).converted()
-
-    return load
-
-
 def value_forward(model: ValueModel, experts: Experts | None = None) -> Forward:
     """Make the forward of a value model: for every token with a loss, the value at the token before it."""
 
     def forward(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
-        found = states_before(model.body, batch, trained_rows(batch), experts, needs)
+        found = states_before(model.body, batch, experts, needs)
         return value_output(found, model.values(found.hidden), batch)
 
     return forward
@@ -177,11 +177,13 @@ def value_forward(model: ValueModel, experts: Experts | None = None) -> Forward:
 def value_output(found: States, values: Tensor, batch: Batch) -> ModelOutput:
     """The output of a value model with `values` [R] of the states that were found."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return ModelOutput(values=_spread(values, found.rows, batch.num_tokens), extras=found.extras)
+    return ModelOutput(values=_spread(found, values, batch.num_tokens), extras=found.extras)
 
 
-def _spread(values: Tensor, rows: Tensor, length: int) -> Tensor:
+def _spread(found: States, values: Tensor, length: int) -> Tensor:
     """Put rows at their tokens, [R, ...] -> [length, ...], zeros elsewhere; sums over ranks that share the rows."""
-    spread = values.new_zeros(length, *values.shape[1:]).index_copy(0, rows, values)
-    ranks = current_ranks()
-    return spread if ranks is None else ranks.whole(spread)
+    spread = values.new_zeros(length, *values.shape[1:])
+    whole = spread.index_copy(0, found.rows, values)
+    if (ranks := current_ranks()) is not None:
+        whole = ranks.whole(whole)
+    return whole if found.copies is None else spread.index_copy(0, found.copies[0], whole[found.copies[1]])

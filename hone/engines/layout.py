@@ -44,6 +44,7 @@ class Layout:
     packing: Packing
     where: Tensor  # [T] index into the row
     take: Tensor  # [R] index into the batch
+    first: Tensor  # [T] index into the batch: the first token with the same place in the row; in host memory
     images: RowImages | None = None
 
 
@@ -96,16 +97,17 @@ def lay_out(batch: Batch) -> Layout:
     ordered = [segments[i] for i in order]
     lengths = [segment.length for segment in ordered]
     device = batch.token_ids.device
-    take = ranges(torch.tensor([segment.start for segment in ordered]), torch.tensor(lengths)).to(device)
+    take = ranges(torch.tensor([segment.start for segment in ordered]), torch.tensor(lengths))
     cu_seqlens = cumulative(torch.tensor(lengths))
     begins = cu_seqlens.tolist()
     pieces = [(begins[place[s]], segments[s].length) for sequence in members for s in sequence]
     packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered], device)
-    where = ranges(*torch.tensor(pieces).T).to(device)
+    where = ranges(*torch.tensor(pieces).T)
+    first, take, where = take[where], take.to(device), where.to(device)
     positions, images = batch.position_ids, None
     if batch.images is not None:
         positions, images = _image_positions(batch, batch.images), _row_images(batch, batch.images, where)
-    return Layout(batch.token_ids[take], positions[take], packing, where, take, images)
+    return Layout(batch.token_ids[take], positions[take], packing, where, take, first, images)
 
 
 def _shape(segments: Sequence[_Segment], index: int) -> tuple[bool, int, int, int]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hone.engines.forward import head_of_reference
 from hone.engines.logprobs import Head, score_tokens
+from hone.engines.reference_head import head_of_reference
 from hone.models.loading import load_head
 from hone.models.settings import BuildConfig, ModelConfig
 from tests.engines.conftest import BUILD

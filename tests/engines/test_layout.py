@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.data.packing import Sample, pack_samples, select
+from hone.engines.forward import scored_rows
 from hone.engines.layout import cut_batch, lay_out
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.types import LossOutput
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
@@ -40,6 +42,23 @@ def test_a_row_by_hand():
         (1, 2, 4),
     ]
     assert layout.where.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 8, 9, 2, 3, 4, 5, 7]
+
+
+def test_a_token_that_sequences_share_is_scored_once():
+    shared = [5, 6, 7, 8]
+    batch = batch_of([[*shared, 1], [9, 9], [*shared, 2, 3], [*shared, 1]], [0, 1, 0, 0])
+    mask = batch.loss_mask.clone()
+    mask[2] = 0  # the 7 of the first sequence, whose score the two others still need
+    batch = batch.with_(loss_mask=mask)
+    rows, where, (trained, first) = scored_rows(batch, lay_out(batch), None)
+    assert rows.tolist() == [1, 2, 3, 4, 6, 11, 12, 17]  # 6 7 8 1 | 9 | 2 3 | 1: each once, but for what has its own 1
+    assert where.tolist() == [2, 3, 4, 5, 0, 5, 8, 5]
+    assert trained.tolist() == [1, 3, 4, 6, 8, 9, 10, 11, 12, 14, 15, 16, 17]
+    assert first.tolist() == [1, 3, 4, 6, 1, 2, 3, 11, 12, 1, 2, 3, 17]
+    asked = batch.with_(ids_at=torch.zeros(batch.num_tokens, 1, dtype=torch.long))  # which tokens may differ in
+    assert scored_rows(asked, lay_out(asked), None)[0].tolist() == trained.tolist()
+    alone = batch.with_(group_index=torch.arange(4))
+    assert scored_rows(alone, lay_out(alone), None)[2] is None
 
 
 def test_branches_of_one_shape_share_a_kernel_call_across_groups():
@@ -108,19 +127,36 @@ def test_groups_that_fit_into_no_micro_batch_are_divided_as_seldom_as_possible()
     assert [len(batch.group_index[part].unique()) for part in halves] == [2, 2]
 
 
+def weighed(output, batch):
+    return LossOutput(-batch.advantages * (output.logprobs + 0.1 * output.entropy))
+
+
+weighed.needs = frozenset({"entropy"})
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 3e-2)])
-def test_sharing_changes_neither_scores_nor_gradients(architecture, dtype, tolerance, make_engine, make_batch, losses):
+@pytest.mark.parametrize("loss_on", ["answers", "some of the prompts"])
+def test_sharing_changes_neither_scores_nor_gradients(architecture, dtype, tolerance, loss_on, make_engine, make_batch):
     model = ModelConfig(build=BuildConfig(**SMALL, architecture=architecture, options=ARCHITECTURES[architecture]))
     engine = make_engine(model=model, compute_dtype=dtype, max_tokens_per_microbatch=200)
     shared = make_batch(lengths=(13, 9, 12, 7, 20, 12), prompt=6, groups=[0, 0, 1, 2, 1, 0])
+    if loss_on != "answers":
+        mask = shared.loss_mask | (torch.arange(shared.num_tokens) % 4 > 0)
+        mask[shared.cu_seqlens[:-1]] = 0
+        shared = shared.with_(loss_mask=mask)
     alone = shared.with_(group_index=torch.arange(6))
     assert lay_out(shared).packing.num_tokens == shared.num_tokens - 3 * 6
     results = []
     for batch in (shared, alone):
-        logprobs = engine.infer_batch(batch).logprobs
-        engine.forward_backward(batch, losses.policy)
-        results.append((logprobs, {name: weight.grad.clone() for name, weight in engine.weights.masters.items()}))
+        output = engine.infer_batch(batch, frozenset({"entropy"}))
+        engine.forward_backward(batch, weighed)
+        results.append(
+            (
+                torch.stack([output.logprobs, output.entropy]),
+                {name: weight.grad.clone() for name, weight in engine.weights.masters.items()},
+            )
+        )
         engine.weights.clear_gradients()
     (one, of_one), (other, of_other) = results
     torch.testing.assert_close(one, other, rtol=tolerance, atol=10 * tolerance)

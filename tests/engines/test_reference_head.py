@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hone.engines.forward import head_of_reference
 from hone.engines.logprobs import Head
+from hone.engines.reference_head import head_of_reference
 from hone.models.loading import load_head, load_language_model
 from hone.models.settings import ModelConfig
 from tests.families.families import FAMILIES, save

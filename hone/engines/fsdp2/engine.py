@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hone.engines.base import EngineSpec, MemoryNeeds, OneProcess
 from hone.engines.checks.isolation import check_isolation, refuse_for_states
 from hone.engines.checks.probe import check_body, check_head, check_images, check_training, try_body
-from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
+from hone.engines.forward import Forward, language_forward, value_forward
 from hone.engines.fsdp2.compiled import compile_layers
 from hone.engines.fsdp2.mesh import Mesh, open_mesh
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, ShardConfig, ShardedSettings
@@ -28,6 +28,7 @@ from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights, cast_work
 from hone.engines.logprobs import Head
 from hone.engines.memory import OffloadingEngine, kept_in_cpu_memory, recompute_layers
 from hone.engines.moe import open_experts
+from hone.engines.reference_head import head_of_reference
 from hone.models.errors import ModelError
 from hone.models.loading import DTYPES, ClassOf, load_language_model, load_value_model
 from hone.models.numerics.fused_norm import fuse_norms

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from hone.data.packing import select
 from hone.engines.base import EngineSpec, MemoryNeeds
 from hone.engines.engine import ScoredStep, idle_batch, on_device, zero_of
-from hone.engines.forward import Forward, Scorer, States, head_of_reference, value_output
+from hone.engines.forward import Forward, Scorer, States, value_output
 from hone.engines.logprobs import Head
 from hone.engines.memory import OffloadingEngine
 from hone.engines.rebuilt.reading import body_prefix, open_model
+from hone.engines.reference_head import head_of_reference
 from hone.engines.unsupported import refuse
 from hone.models.attention.sequence_parallel import shared_by
 from hone.models.loading import DTYPES
@@ -213,7 +214,7 @@ class MegatronEngine(OffloadingEngine):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not is_value_model)
         elif not is_value_model:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        found = States(row.rows, hidden[:, 0].index_select(0, row.where), extras)
+        found = States(row.rows, hidden[:, 0].index_select(0, row.where), row.copies, extras)
         with shared_by(self.ranks.context):
             if is_value_model:
                 return value_output(found, values_of(self._parts[-1].score.weight, found.hidden), batch)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.engines.forward import trained_rows
+from hone.engines.forward import Copies, scored_rows
 from hone.engines.layout import Layout, lay_out
 from hone.engines.rebuilt.configs import fixed_rotary, head_size
 from hone.models.attention.packed import Packing, Run
@@ -35,6 +35,7 @@ class Row:
     packed: PackedRow
     rows: Tensor  # [R] the tokens of the batch that this context rank scores
     where: Tensor  # [R] the hidden state before each, among this context rank's
+    copies: Copies
     layout: Layout  # the complete row with its fillers; `packing.ranks` are those that have slices of it in a layer
 
 
@@ -77,18 +78,15 @@ class Rows:
         if missing:
             tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
             packing, take = _with_fillers(packing, missing), F.pad(take, (0, missing))
-        complete = Layout(tokens, positions, replace(packing, ranks=self._ranks.tokens), layout.where, take)
-        rows = trained_rows(batch)
-        where = layout.where[rows - 1]
+        complete = replace(layout, token_ids=tokens, position_ids=positions, take=take)
+        complete = replace(complete, packing=replace(packing, ranks=self._ranks.tokens))
         context = self._ranks.context
+        rows, where, copies = scored_rows(batch, complete, context)
         if context is not None:
-            where = where - context.start(len(tokens))
             tokens, positions = context.own(tokens), context.own(positions)
-            here = (where >= 0) & (where < len(tokens))
-            rows, where = rows[here], where[here]
         angles = positions[:, None].float() * self._frequencies
         angles = torch.cat([angles, angles], -1)[:, None, None]
-        return Row(tokens, angles, self._lay(packing, self._scale), rows, where, complete)
+        return Row(tokens, angles, self._lay(packing, self._scale), rows, where, copies, complete)
 
 
 def _with_fillers(packing: Packing, count: int) -> Packing:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hone.engines.base import EngineSpec
 from hone.engines.engine import Engine
-from hone.engines.forward import Forward, Scorer, States, head_of_reference, trained_rows, value_output
+from hone.engines.forward import Forward, Scorer, States, scored_rows, value_output
 from hone.engines.fsdp2.sharding import reshard_all
 from hone.engines.fsdp2.weights import ShardedWeights
 from hone.engines.layout import lay_out
 from hone.engines.logprobs import Head
 from hone.engines.rebuilt.reading import Reader, Region, open_model
+from hone.engines.reference_head import head_of_reference
 from hone.engines.unsupported import refuse, refuse_unsupported
 from hone.models.attention.packed import packed
 from hone.models.loading import DTYPES
@@ -86,11 +87,11 @@ class TitanEngine(Engine):
     # ------------------------------------------------------------------------------------------------------ computing
 
     def _forward(self, batch: Batch, needs: frozenset[Need]) -> ModelOutput:
-        layout, rows = lay_out(batch), trained_rows(batch)
-        where = layout.where[rows - 1]
+        layout = lay_out(batch)
+        rows, where, copies = scored_rows(batch, layout, None)
 
         def use(hidden: Tensor, weight: Tensor) -> Outputs:
-            found = self._output(States(rows, hidden[0].index_select(0, where), {}), weight, batch, needs)
+            found = self._output(States(rows, hidden[0].index_select(0, where), copies, {}), weight, batch, needs)
             return {
                 "logprobs": found.logprobs,
                 "entropy": found.entropy,
