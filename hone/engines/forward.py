@@ -34,7 +34,7 @@ def trained_rows(batch: Batch) -> Tensor:
 
 
 def scored_rows(batch: Batch, layout: Layout, ranks: SequenceRanks | None) -> tuple[Tensor, Tensor, Copies]:
-    """Which tokens this rank scores: those with a loss, and of those that have one place in the row the first.
+    """Find the tokens that this rank scores: those with a loss, and of those with one place in the row the first.
 
     Returns them [R], the place of the hidden state before each among this rank's [R], and the tokens that take their
     results from another's. `ranks` have slices of the row.

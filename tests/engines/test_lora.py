@@ -433,7 +433,7 @@ def test_the_exact_kl_needs_no_second_model(saved, engine_of, plain, make_batch,
     model = ModelConfig(path=str(folder))
     engine = engine_of(folder, reference=model)
     whole = plain(folder)
-    monkeypatch.setattr("hone.engines.forward.load_head", None)  # the head of the reference is its own
+    monkeypatch.setattr("hone.engines.reference_head.load_head", None)  # the head of the reference is its own
     teach(engine, make_batch, losses.likelihood)
     batch = make_batch(seed=8)
     with engine.disable_adapter():
