@@ -11,7 +11,7 @@
 All are lengths of vectors: the log-probs of many tokens, the gradient of all weights, the gradient of each kind of
 weight (all k_proj), the change of all weights by three steps of AdamW; of a value model, values are in the place of
 log-probs, and of LoRA, A and B in that of weights. Measured over all cases here: 0.84 to 1.2 times fsdp2's error, 1.8
-for a kind of weight, 2.1 for one of few numbers. Two bounds follow without a constant of their own: norms of two
+for a kind of weight, 2.6 for one of few numbers (1.0 to 1.7 with seven other sets of batches). Two bounds follow without a constant of their own: norms of two
 vectors differ by at most the length of their difference, and losses by at most the length of the difference of
 log-probs times that of the derivative (Cauchy and Schwarz).
 
@@ -187,6 +187,17 @@ def median(errors):
     return float(errors[errors != 0].abs().median()) if errors.any() else 0.0
 
 
+def worse_each(errors):
+    """The bound for a kind of weight. Of n random errors, the logarithm of a ratio of lengths spreads by 1/sqrt(n).
+
+    gpt_oss has only 16 sinks here; n is the number of those that make up the length, which are one layer's.
+    """
+    if errors.numel() > 16:
+        return WORSE_EACH
+    squares = errors.double() ** 2
+    return math.exp(3 / math.sqrt(float(squares.sum() ** 2 / (squares**2).sum())))
+
+
 def assert_close(kind, error, usual, apart):
     assert usual > 0, f"{kind}: fsdp2 in bfloat16 has no error, so nothing is compared"
     assert LEAST * usual <= error <= WORSE * usual, f"{kind}: {error:.3g} from float32, fsdp2 is {usual:.3g}"
@@ -213,9 +224,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_fsdp2(mesh, names, models, refere
             assert_close(f"{name} {kind}", *distances(found, wide, narrow, kind))
         for kind in sorted({wildcard(key) for key in wide if key.startswith("gradient")}):
             error, usual, _ = distances(found, wide, narrow, kind)
-            # Of n random errors, the logarithm of a ratio of lengths spreads by 1/sqrt(n): gpt_oss has 16 sinks here.
-            few = math.exp(3 / math.sqrt(joined(wide, kind).numel()))
-            assert error <= max(WORSE_EACH, few) * usual, (
+            assert error <= worse_each(joined(found, kind) - joined(wide, kind)) * usual, (
                 f"{name} {kind}: {error:.3g} from float32, fsdp2 is {usual:.3g}"
             )
         assert {rank["norm"] for rank in mine} == {found["norm"]}
