@@ -11,9 +11,9 @@
 All are lengths of vectors: the log-probs of many tokens, the gradient of all weights, the gradient of each kind of
 weight (all k_proj), the change of all weights by three steps of AdamW; of a value model, values are in the place of
 log-probs, and of LoRA, A and B in that of weights. Measured over all cases here: 0.84 to 1.2 times fsdp2's error, 1.8
-for a kind of weight, 2.6 for one of few numbers (1.0 to 1.7 with seven other sets of batches). Two bounds follow without a constant of their own: norms of two
-vectors differ by at most the length of their difference, and losses by at most the length of the difference of
-log-probs times that of the derivative (Cauchy and Schwarz).
+for a kind of weight, 2.6 for one of few numbers (1.0 to 1.7 with seven other sets of batches). Two bounds follow
+without a constant of their own: norms of two vectors differ by at most the length of their difference, and losses by at
+most the length of the difference of log-probs times that of the derivative (Cauchy and Schwarz).
 
 A near tie between experts may fall otherwise after any rounding, and then the errors of a token are no rounding any
 more. So the mixtures here take all of their experts, and only the weights of the experts can differ. For a mixture that
