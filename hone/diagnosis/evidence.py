@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from hone.composition import ConfigError, from_yaml
-from hone.diagnosis.trends import Curve, Point
+from hone.diagnosis.trends import RECENT, Curve, Point
 from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.columns import Column, MetricsFile
 from hone.tracking.report.rundata import CONFIG_FILE, read_facts, read_failure, require_run
@@ -60,6 +60,12 @@ class Evidence:
     def names(self, prefix: str) -> list[str]:
         """Return the metrics whose names begin so, sorted."""
         return sorted(name for name in self.columns if name.startswith(prefix))
+
+    @property
+    def is_solved(self) -> bool:
+        """Return whether nearly all recent answers were right: of high reward, and of the highest."""
+        mean, most = (self.curve(f"reward/{name}").last(RECENT) for name in ("mean", "max"))
+        return bool(mean and most) and mean.level() > 0.8 * max(most.level(), 1.0)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a setting by its dotted key; the default if it is null or absent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.diagnosis.evidence import Evidence, Finding
+from hone.diagnosis.evidence import Evidence, Finding, Weight
 from hone.diagnosis.trends import RECENT, Curve, correlation
 
 
@@ -23,9 +23,14 @@ def entropy_collapse(run: Evidence) -> Iterator[Finding]:
             "algorithm.entropy_coef=0.001",
         )
         meaning = "Answers of a group become the same, so groups lose their variance and learning stops."
-        yield Finding(
-            "hurts", "entropy collapse", f"train/entropy {_from_to(entropy)}", meaning, tries, ("train/entropy",)
-        )
+        if run.is_solved:
+            meaning = (
+                "The policy is certain, and nearly all answers are right: the task is learnt, or the reward is easy."
+            )
+            tries = ("read answers in the report", "harder prompts", "held-out prompts: evaluation.sets")
+        weight: Weight = "note" if run.is_solved else "hurts"
+        seen = f"train/entropy {_from_to(entropy)}"
+        yield Finding(weight, "entropy collapse", seen, meaning, tries, ("train/entropy",))
 
 
 def entropy_explosion(run: Evidence) -> Iterator[Finding]:
@@ -85,7 +90,8 @@ def rollout_gap(run: Evidence) -> Iterator[Finding]:
     gap = run.curve("correction/mean_abs_difference")
     if not gap.long:
         return
-    grows = gap.end() > max(0.02, 3 * gap.beginning())
+    least = 0.1 if run.setting("asynchrony.staleness", 0) else 0.02  # the first steps have no old weights
+    grows = gap.end() > max(least, 3 * gap.beginning())
     if not (grows or gap.end() > 0.1):
         return
     causes = list(_causes_of_gap(run, gap.end()))
@@ -214,9 +220,11 @@ def evaluation_falls(run: Evidence) -> Iterator[Finding]:
             continue
         best = max(held_out, key=lambda point: point.value)
         last = held_out[-1]
-        if best.step < last.step and last.value < best.value - 0.1 * max(abs(best.value), 0.1):
+        bound = best.value - 0.1 * max(abs(best.value), 0.1)
+        if best.step < held_out[-2].step and bound > held_out[-2].value >= last.value:  # one fall may be chance
+            which = f"checkpoint near step {best.step}" if best.step else "model before training"
             tries = (
-                f"the checkpoint near step {best.step} is the best one (checkpoint.keep_best)",
+                f"the {which} is the best one (checkpoint.keep_best)",
                 "fewer passes over the data",
                 "algorithm.kl.coef above 0",
                 "read held-out answers: the reward may be hacked",

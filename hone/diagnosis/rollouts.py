@@ -42,6 +42,8 @@ def answers_are_cut(run: Evidence) -> Iterator[Finding]:
     if len(cut) >= 3 and cut.last(RECENT).level() > 0.3:
         limit = run.setting("rollout.sampling.max_response_tokens")
         grew = length.long and length.end() > 2 * length.beginning()
+        if run.is_solved and not grew:
+            return  # the answers are as long as the task wants
         tries = [f"rollout.sampling.max_response_tokens={2 * limit}"] if isinstance(limit, int) else []
         tries += ["algorithm.overlong.buffer_fraction=0.2 (a penalty near the limit)", "the chat template's end token"]
         seen = f"{cut.last(RECENT).level():.0%} of the answers reach {limit} tokens" + (
@@ -88,13 +90,14 @@ def answers_shrink(run: Evidence) -> Iterator[Finding]:
 def groups_without_variance(run: Evidence) -> Iterator[Finding]:
     """Most groups have one reward for all answers, so they teach nothing."""
     alike = run.curve("rollout/zero_variance_fraction").last(RECENT)
+    if run.setting("algorithm.advantage.name") == "gae":
+        return  # a critic is the baseline, not the group
     if run.setting("update.samples_per_prompt", 2) > 1 and len(alike) >= 3 and alike.level() > 0.7:
-        mean = run.curve("reward/mean").last(RECENT)
-        easy = bool(mean) and mean.level() > 0.8
+        easy = run.is_solved
         tries = ["algorithm.dynamic_sampling={} (replace such groups)", "a larger update.samples_per_prompt"]
         tries += ["harder prompts"] if easy else ["easier prompts", "a higher rollout.sampling.temperature"]
         seen = f"{alike.level():.0%} of the groups of the last {len(alike)} steps"
-        meaning = "All answers are right." if easy else "All answers are wrong, or equal."
+        meaning = "Nearly all answers are right." if easy else "All answers are wrong, or equal."
         yield Finding(
             "hurts", "groups without variance", seen, meaning, tuple(tries), ("rollout/zero_variance_fraction",)
         )

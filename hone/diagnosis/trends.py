@@ -54,11 +54,15 @@ class Curve(tuple[Point, ...]):
         return start
 
     def shifted_below(self, share: float) -> int | None:
-        """Return the step from which the median of three values stays below `share` of the level before it."""
+        """Return the step from which the median of three values stays below `share` of the level before it.
+
+        None if that is fewer than `LEAST` steps: other work of a machine ends soon.
+        """
         if len(self) < 2 * LEAST:
             return None
         level = median(point.value for point in self[: len(self) // 2])
-        return self.since([point.value < share * level for point in self.smooth()])
+        start = self.since([point.value < share * level for point in self.smooth()])
+        return start if start is not None and start <= self[-LEAST].step else None
 
     def smooth(self) -> Curve:
         """Return the medians of each point and its neighbours, which no single step moves."""
@@ -66,12 +70,17 @@ class Curve(tuple[Point, ...]):
         return Curve(Point(one.step, median(p.value for p in part)) for one, part in zip(self, near, strict=True))
 
     def spikes(self, factor: float) -> Curve:
-        """Return the points above `factor` times the median of the ten before them."""
+        """Return the points above `factor` times the median of the ten before them, and high among the last fifty.
+
+        Where most steps are nearly 0, as in a task that is learnt, an ordinary one is far above them.
+        """
         found = []
         for index in range(3, len(self)):
             usual = median(point.value for point in self[max(0, index - 10) : index])
             if usual > 0 and self[index].value > factor * usual:
-                found.append(self[index])
+                before = sorted(point.value for point in self[max(0, index - 50) : index])
+                if self[index].value > 2 * before[len(before) * 3 // 4]:
+                    found.append(self[index])
         return Curve(found)
 
 

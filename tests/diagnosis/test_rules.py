@@ -160,6 +160,46 @@ def test_the_slowest_rank_is_slow_only_if_it_stays_the_same(tmp_path):
     assert titles(run_folder(tmp_path, HEALTHY | noise)) == {}
 
 
+LEARNT = {"reward/mean": [*rising(0.1, 1.9)[:10], *flat(0.99)[:10]], "train/entropy": rising(1.2, 0.01)}
+
+
+def test_a_task_that_is_learnt_is_no_collapse(tmp_path):
+    """Answers as long as the task allows, and a gradient that is 0 in most steps, are no faults there."""
+    norms = {"train/grad_norm": [0.5] * 10 + [0.01, 0.01, 0.02, 0.4] * 2 + [0.01, 0.4]}
+    (found,) = titles(
+        run_folder(tmp_path, HEALTHY | LEARNT | norms | {"rollout/truncated_fraction": flat(1.0)})
+    ).values()
+    assert (found.title, found.weight, found.tries[1]) == ("entropy collapse", "note", "harder prompts")
+    assert found.meaning.startswith("The policy is certain, and nearly all answers are right")
+
+
+NO_FAULTS = {
+    "a critic needs no variance within groups": (
+        {"rollout/zero_variance_fraction": flat(1.0)},
+        {"algorithm": {"advantage": {"name": "gae"}}},
+    ),
+    "one held-out score below the best": ({"eval/test/reward": [*rising(0.1, 0.7)[:19], 0.3]}, {}),
+    "held-out scores that rise again": ({"eval/test/reward": [0.9, 0.2, *rising(0.2, 0.8)[2:]]}, {}),
+    "a machine that was busy for five steps": ({"perf/tokens_per_s": [1000.0] * 15 + [300.0] * 5}, {}),
+    "first steps without old weights": ({"correction/mean_abs_difference": [0.0] * 3 + [0.06] * 17}, {}),
+}
+
+
+@pytest.mark.parametrize("what", NO_FAULTS)
+def test_no_finding_for(what, tmp_path):
+    metrics, settings = NO_FAULTS[what]
+    assert titles(run_folder(tmp_path, HEALTHY | metrics, settings=SETTINGS | settings)) == {}
+
+
+def test_a_model_that_was_best_before_training_has_no_checkpoint(tmp_path):
+    folder = run_folder(tmp_path, HEALTHY | {"eval/test/reward": rising(0.7, 0.2)})
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/test/reward": 0.9}\n' + lines)
+    assert (
+        titles(folder)["held-out scores fall while the reward rises"].tries[0].startswith("the model before training")
+    )
+
+
 def test_replicas_that_join_have_not_failed(tmp_path):
     joined = {"rollout/replicas_serving": [1.0] * 5 + [2.0] * (STEPS - 5)}
     assert titles(run_folder(tmp_path, HEALTHY | joined)) == {}

@@ -90,7 +90,10 @@ class ConsoleTracker(Tracker):
             self._samples = {"answer": one} if one is worst else {"answer": one, "worst answer": worst}
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text, style="red" if text.startswith("error:") else ""))
+        style = "red" if text.startswith("error:") else ""
+        self._console.print(
+            Text(text, style=style), soft_wrap=not self._console.is_terminal
+        )  # a line of a log is whole
 
     def phase(self, name: str) -> None:
         self._phase = name
