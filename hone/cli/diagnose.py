@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hone.diagnosis.evidence import Evidence, Finding, read_evidence
 from hone.diagnosis.rules import RULES, findings
+from hone.trainers.run.folder import is_claimed
 
 STYLES = {"stops": "bold red", "hurts": "bold yellow", "note": "bold"}
 
@@ -22,7 +23,7 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object for each finding")] = False,
 ) -> None:
     """Compare the metrics of a run with known patterns, and say what was seen, what it means and what to try."""
-    evidence = read_evidence(run)
+    evidence = read_evidence(run, is_claimed(run))
     found = findings(evidence)
     if as_json:
         for one in found:

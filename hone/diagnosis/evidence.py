@@ -48,6 +48,7 @@ class Evidence:
     failure: str = ""
     steps: int = 0  # that were logged
     last_step: int = 0
+    vanished: bool = False  # it has begun and not ended, and no process writes it
     _curves: dict[str, Curve] = field(default_factory=dict)
 
     def curve(self, name: str) -> Curve:
@@ -75,22 +76,20 @@ class Evidence:
         return default if place is None else place
 
 
-def read_evidence(folder: Path) -> Evidence:
-    """Read a run folder; the run may still go on. Raises ConfigError if it is none."""
+def read_evidence(folder: Path, is_written: bool = True) -> Evidence:
+    """Read a run folder; `is_written`: the run may still go on. Raises ConfigError if it is none."""
     require_run(folder)
     metrics = MetricsFile(folder / METRICS_FILE)
     if (folder / METRICS_FILE).is_file():
         while metrics.read():
             pass
     columns = metrics.columns
-    failure = read_failure(folder) or _outcome(folder)
-    return Evidence(folder, columns, read_settings(folder), failure, columns.lines, columns.last_step)
-
-
-def _outcome(folder: Path) -> str:
-    """The error of a run that a Python program started, which gets the traceback itself; empty if there was none."""
-    outcome = str(read_facts(folder / RUN_FILE, []).get("outcome") or "")
-    return outcome.removeprefix(FAILED) if outcome.startswith(FAILED) else ""
+    facts = read_facts(folder / RUN_FILE, [])
+    outcome = str(facts.get("outcome") or "")
+    told = outcome.removeprefix(FAILED) if outcome.startswith(FAILED) else ""  # a program that trains has the traceback
+    failure = read_failure(folder) or told
+    vanished = bool(facts) and not (outcome or failure or is_written)
+    return Evidence(folder, columns, read_settings(folder), failure, columns.lines, columns.last_step, vanished)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -91,6 +91,20 @@ def ended_in_an_error(run: Evidence) -> Iterator[Finding]:
         )
 
 
+def was_killed(run: Evidence) -> Iterator[Finding]:
+    """The process of the run is gone, and had no time to say why."""
+    if run.vanished:
+        tries = (
+            "dmesg | grep -i 'killed process' (memory of the machine), and the limits of the job or container",
+            "run the same command again: it continues from the last checkpoint",
+        )
+        seen = f"run.json has no end, the last step is {run.last_step}, and no process here writes the folder"
+        meaning = (
+            "SIGKILL, by the kernel for want of memory or by a scheduler; or the machine stopped, or it runs elsewhere."
+        )
+        yield Finding("stops", "the run was killed", seen, meaning, tries)
+
+
 def throughput_fell(run: Evidence) -> Iterator[Finding]:
     """Tokens per second dropped and stayed down; the phase that grew is named."""
     speed = run.curve("perf/tokens_per_s")
@@ -246,6 +260,7 @@ def disk_nearly_full(run: Evidence) -> Iterator[Finding]:
 RULES = (
     out_of_memory,
     ended_in_an_error,
+    was_killed,
     throughput_fell,
     servers_restarted,
     replica_is_slow,

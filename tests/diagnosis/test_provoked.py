@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import pytest
 
 import hone
+from hone.cli.main import main
 from hone.diagnosis.evidence import read_evidence
 from hone.diagnosis.rules import findings
 from hone.rollout.builtin.engine import BuiltinEngine
@@ -18,6 +21,7 @@ from hone.tracking.trackers.jsonl import rollout_lines
 from hone.weights import in_process
 from hone.weights.digests.row_digest import RowDigest
 from tests.faults.test_full_disk import fill
+from tests.forks import CONTEXT
 from tests.trainers.tiny import recipe
 
 TASK = """
@@ -238,6 +242,28 @@ def test_weights_that_change_after_a_sync_beside_a_router_and_another_precision(
     gap = found["rollout and trainer disagree"]
     assert "Likely, from the metrics and settings: the weights, because the probe differs after a sync" in gap.meaning
     assert gap.tries[1:3] == ("actor.moe.routing_replay=rollout", "one dtype on both sides")
+
+
+def killed_in_step_2(folder):
+    def look_and_die(step, metrics):
+        if step == 2:
+            with (folder / "alive.txt").open("w") as alive, redirect_stdout(alive):
+                main(["diagnose", str(folder / "run"), "--json"])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(folder, 5, on_step=look_and_die)
+
+
+def test_a_run_that_is_killed(tmp_path, capsys):
+    process = CONTEXT.Process(target=killed_in_step_2, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert "killed" not in (tmp_path / "alive.txt").read_text()
+    assert main(["diagnose", str(tmp_path / "run"), "--json"]) == 0
+    heaviest = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert heaviest["title"] == "the run was killed"
+    assert heaviest["seen"].startswith("run.json has no end, the last step is 2, and no process here")
 
 
 def test_a_disk_that_is_nearly_full(tmp_path):
