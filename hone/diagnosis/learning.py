@@ -16,7 +16,7 @@ def entropy_collapse(run: Evidence) -> Iterator[Finding]:
     """The policy's entropy fell to a small share of its beginning."""
     entropy = run.curve("train/entropy")
     if entropy.long and entropy.beginning() > 0.05 and entropy.end() < 0.15 * entropy.beginning():
-        tries = (
+        tries: tuple[str, ...] = (
             "a higher algorithm.loss.clip_high (DAPO: 0.28)",
             "a lower actor.optimizer.lr",
             "algorithm.kl.coef above 0",
@@ -24,9 +24,7 @@ def entropy_collapse(run: Evidence) -> Iterator[Finding]:
         )
         meaning = "Answers of a group become the same, so groups lose their variance and learning stops."
         if run.is_solved:
-            meaning = (
-                "The policy is certain, and nearly all answers are right: the task is learnt, or the reward is easy."
-            )
+            meaning = "The policy is certain, and nearly all answers are right: the task is learnt, or too easy."
             tries = ("read answers in the report", "harder prompts", "held-out prompts: evaluation.sets")
         weight: Weight = "note" if run.is_solved else "hurts"
         seen = f"train/entropy {_from_to(entropy)}"
@@ -144,6 +142,7 @@ def dominating_reward(run: Evidence) -> Iterator[Finding]:
     """One part of the reward makes nearly all of the differences within groups."""
     known = [name.split("/") for name in run.names("rollout/")]
     parts = {one[2]: run.curve("/".join(one)).last(RECENT) for one in known if one[1:-1] == ["reward_spread"]}
+    parts.pop("overlong_penalty", None)  # the algorithm's, for a few answers
     components = run.setting("reward.components", {})  # a name may have a dot
     weights = {name: abs(components.get(name, {}).get("weight", 1.0)) for name in parts}
     spreads = {name: weights[name] * curve.level() for name, curve in parts.items() if len(curve) >= 3}
@@ -158,7 +157,8 @@ def dominating_reward(run: Evidence) -> Iterator[Finding]:
             "algorithm.advantage.name=gdpo (each part is normalised alone)",
             "remove parts that no answer gets or all get",
         )
-        seen = f"{name}, of {len(spreads)} parts, makes {share:.0%} of the spread within groups (last {RECENT} steps)"
+        steps = len(parts[name])
+        seen = f"{name}, of {len(spreads)} parts, makes {share:.0%} of the spread within groups (last {steps} steps)"
         meaning = "Advantages follow this part alone, so the policy does not learn from the others."
         yield Finding(
             "note",

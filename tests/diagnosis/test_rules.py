@@ -174,6 +174,10 @@ def test_a_task_that_is_learnt_is_no_collapse(tmp_path):
 
 
 NO_FAULTS = {
+    "a penalty of the algorithm beside one reward": (
+        {"rollout/reward_spread/right": flat(0.4), "rollout/reward_spread/overlong_penalty": flat(0.01)},
+        {},
+    ),
     "a critic needs no variance within groups": (
         {"rollout/zero_variance_fraction": flat(1.0)},
         {"algorithm": {"advantage": {"name": "gae"}}},
