@@ -1,6 +1,7 @@
 """Each launch writes a prediction, and the report shows it with what was measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from hone.data.stream import make_renderer
 from hone.engines.layout import lay_out
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.planner.calibrated import shape_of
 from hone.planner.devices import Device, Machine
 from hone.planner.memory import Role
 from hone.tracking.report.build import build_report
-from hone.trainers.forecast.forecast import Given, forecast
+from hone.trainers.forecast.forecast import Given, forecast, rates_of
 from hone.trainers.forecast.record import Peaks, foretell, why_refused
-from hone.trainers.forecast.setup import placement_of, shared_tokens
+from hone.trainers.forecast.setup import Models, placement_of, shared_tokens
 from hone.trainers.forecast.sizes import sizes_of
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
@@ -191,3 +193,32 @@ def test_what_the_answers_of_a_pair_begin_with_is_computed_once(tmp_path):
     policy = Role("actor", sizes.models["actor"])
     shared = shared_tokens(config, sizes.lengths, policy, Machine(Device("cpu", 1, 1, 1, 1, 1)))
     assert shared == pytest.approx(row / batch.num_tokens)
+
+
+def test_a_calibrated_step_reads_the_columns_of_its_answers_and_prefills_together_what_begins_together(tmp_path):
+    """One second a row and column, and 100 a prefill; with seats for one group, each prompt is computed by itself."""
+    none = [0.0] * 4
+    timed = {"forward": none, "training": none, "optimizer": none, "decode": none}
+    timed |= {"attention": [1.0, 0.0, 0.0, 0.0], "prefill": [100.0, 0.0, 0.0, 0.0]}
+    update = {"prompts_per_step": 4, "samples_per_prompt": 2}
+    for slots, calls in ((8, 1), (2, 4)):
+        rollout = {"sampling": {"max_response_tokens": 6}, "builtin": {"slots": slots}}
+        config = loaded(tmp_path / str(slots), {"update": update, "rollout": rollout}).config
+        sizes, machine, *_ = on(100, config, tmp_path / str(slots))
+        (policy, *_) = Models(config, sizes, placement_of(config, machine)).passes()
+        shapes = {shape_of(policy.role): timed}
+        machine = replace(machine, device=replace(machine.device, calibrated=shapes))
+        costs = rates_of(config, sizes, placement_of(config, machine)).costs
+        prompt = sizes.lengths.prompt
+        assert costs.decode_row_s == pytest.approx(prompt + 6 / 2 + 16 / 2)
+        assert costs.prefill_token_s == pytest.approx(100 * calls / (4 * prompt))
+
+
+def test_work_outside_the_models_is_the_drivers_without_the_sync(tmp_path, capsys):
+    predicted = {"device": "", "memory": {"load": {"bytes": 1, "parts": []}}, "step_s": 4.0}
+    (tmp_path / "prediction.json").write_text(json.dumps({**predicted, "seconds": {"other_work": 2.0}}))
+    step = {"perf/driver_s": 3.0, "perf/weight_sync_s": 1.0, "perf/step_s": 5.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **step}) + "\n" for n in range(1, 5)))
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    seconds = json.loads(capsys.readouterr().out)["seconds"]
+    assert (seconds[0]["what"], seconds[0]["predicted"], seconds[0]["measured"]) == ("other_work", 2.0, 2.0)
