@@ -210,7 +210,7 @@ class Setup:
     on_cpu: bool = False
     base: int = 0  # of the process before it loads anything, or of the device's context
     device_bytes: int = 0  # of the device, for servers that reserve a share
-    versions: int = 0  # snapshots of the policy that wait for servers, on a CPU
+    sent: int = 0  # the copy of the policy's weights that servers are sent while it is trained, on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,7 @@ def phases(setup: Setup) -> list[Phase]:
     """Memory of each phase, in the order of a step; phases that the run does not have are left out."""
     trained = [role for role in setup.roles if role.trained]
     stays = [*_base(setup), *(part for role in setup.roles for part in _staying(role, setup))]
+    stays += _part("sync", "copy that is sent", setup.sent)
     asleep = [] if setup.serving is None or setup.serving.sleeps else _serving(setup)
     found = [Phase("load", tuple(_loading(setup)))]
     if setup.serving is not None:

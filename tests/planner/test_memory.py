@@ -166,6 +166,12 @@ def test_a_frozen_model_has_weights_only_and_offload_moves_them():
     assert certain_bytes(away) == 4000
 
 
+def test_weights_that_are_sent_while_the_policy_is_trained_are_a_copy():
+    plain, sending = (Setup([ACTOR], on_cpu=True, sent=sent) for sent in (0, 4000))
+    for name, more in {"load": 0, "forward": 4000, "backward": 4000, "checkpoint": 4000}.items():
+        assert total(sending, name) - total(plain, name) == more
+
+
 def test_a_cpu_copies_state_for_a_checkpoint():
     assert total(Setup([ACTOR], on_cpu=True, base=5), "checkpoint") == 5 + 12000 + 4000 + 8000
     assert total(Setup([ACTOR], base=5), "checkpoint") == 5 + 12000

@@ -22,7 +22,7 @@ from hone.planner.memory import Role
 from hone.tracking.report.build import build_report
 from hone.trainers.forecast.forecast import Given, forecast, rates_of
 from hone.trainers.forecast.record import Peaks, foretell, why_refused
-from hone.trainers.forecast.setup import Models, placement_of, shared_tokens
+from hone.trainers.forecast.setup import Models, placement_of, setup_of, shared_tokens
 from hone.trainers.forecast.sizes import sizes_of
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
@@ -222,3 +222,16 @@ def test_work_outside_the_models_is_the_drivers_without_the_sync(tmp_path, capsy
     assert main(["plan", str(tmp_path), "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
     assert (seconds[0]["what"], seconds[0]["predicted"], seconds[0]["measured"]) == ("other_work", 2.0, 2.0)
+
+
+def test_servers_on_a_cpu_are_sent_a_copy_while_the_policy_is_trained(tmp_path):
+    apart = {"rollout": {"builtin": {"process": "separate"}}}
+    found = []
+    for staleness in (0, 1):
+        correction = {"correction": {"weights": "token", "truncate": 2}} if staleness else {}
+        changes = {**apart, "asynchrony": {"staleness": staleness}, "algorithm": correction}
+        config = loaded(tmp_path / str(staleness), changes).config
+        sizes = sizes_of(config, tmp_path)
+        device = Device("cpu", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1)
+        found.append(setup_of(config, sizes, placement_of(config, Machine(device))).sent)
+    assert found == [0, 4 * sizes.models["actor"].parameters]

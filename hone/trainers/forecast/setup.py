@@ -282,10 +282,14 @@ def cached_columns(lengths: Lengths) -> float:
 def setup_of(config: Any, sizes: Sizes, placement: DevicePlacement, base: int = 0) -> Setup:
     """Everything on a device of the trainer. A server in a process of its own on a CPU is another process."""
     passes = Models(config, sizes, placement).passes()
-    serving = None
+    serving, sent = None, 0
     if isinstance(config, PolicyRunConfig):
         outside = placement.machine.is_cpu and has_servers(config.rollout)
         serving = serving_of(config, sizes, placement) if placement.shared and not outside else None
+        if outside and is_asynchronous(config):
+            merged = config.actor.lora is None or config.actor.lora.sync == "merged"
+            weights = passes[0].role.anatomy.parameters if merged else passes[0].role.adapter
+            sent = weights * width_of(config.actor.compute_dtype, placement.machine)
     device = placement.machine.device
     return Setup(
         roles=[one.role for one in passes],
@@ -293,6 +297,7 @@ def setup_of(config: Any, sizes: Sizes, placement: DevicePlacement, base: int = 
         on_cpu=placement.machine.is_cpu,
         base=base + round(device.context_gib * 2**30),
         device_bytes=device.memory_bytes,
+        sent=sent,
     )
 
 
