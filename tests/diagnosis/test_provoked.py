@@ -172,11 +172,11 @@ def test_answers_that_shrink_long_prompts_and_rewards_that_end_the_run(tmp_path)
 
 
 def test_a_policy_that_turns_to_noise(tmp_path):
-    """It begins with sharp choices, and its bonus for entropy is as large as its reward."""
+    """It begins with sharp choices, and its bonus for entropy is ten times its reward."""
     signs = "".join(chr(code) for code in range(33, 127) if chr(code) not in "<>")
     noisy = {
         "model": built(characters=signs, options={"initializer_range": 1.5}),
-        "algorithm": {"preset": "grpo", "entropy_coef": 1.0},
+        "algorithm": {"preset": "grpo", "entropy_coef": 10.0},
         "actor": {
             "compute_dtype": "float32",
             "optimizer": {"lr": 0.04},
