@@ -8,7 +8,7 @@
 
 `overhead`: both train the same adapter on the same data with one thread. The service also writes the command, its
 result and the model's state to disk, which a step in process does not. `runs`: steps by the clock, without the first
-two, and the largest difference of rewards and losses of the same step. `sharing`: adapters of ranks 1 to 16, as with
+two, and the largest difference of rewards, losses and gradient norms of the same step. `sharing`: adapters of ranks 1 to 16, as with
 `training.share_forwards`; forward and backward without the service. `tenants` and `losses`: processor time of the
 service, which other programs of the machine change little.
 """
@@ -251,10 +251,10 @@ def runs(pairs: int, steps: int, base: str | None) -> None:
                     found[way] = [one for one in map(json.loads, lines) if "perf/step_s" in one]
                     times[way] += [statistics.median(one["perf/step_s"] for one in found[way][2:])]
                 for step, (one, other) in enumerate(zip(found["here"], found["there"], strict=True)):
-                    differ = (abs(one[key] - other[key]) for key in ("reward/mean", "train/loss"))
+                    differ = (abs(one[key] - other[key]) for key in ("reward/mean", "train/loss", "train/grad_norm"))
                     apart[step] = max(apart[step], *differ)
     said(f"a step through client and service, beside in one process ({steps} steps)", times["there"], times["here"])
-    print(f"largest difference of reward/mean and train/loss: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
+    print(f"largest difference of reward/mean, train/loss and train/grad_norm: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
 
 
 def hone(*command: str) -> None:
