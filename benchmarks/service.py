@@ -8,9 +8,9 @@
 
 `overhead`: both train the same adapter on the same data with one thread. The service also writes the command, its
 result and the model's state to disk, which a step in process does not. `runs`: steps by the clock, without the first
-two, and the largest difference of rewards, losses and gradient norms of the same step. `sharing`: adapters of ranks 1 to 16, as with
-`training.share_forwards`; forward and backward without the service. `tenants` and `losses`: processor time of the
-service, which other programs of the machine change little.
+two, and the largest difference of rewards, losses and gradient norms of the same step. `sharing`: adapters of ranks 1
+to 16, as with `training.share_forwards`; forward and backward without the service. `tenants` and `losses`: processor
+time of the service, which other programs of the machine change little.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def runs(pairs: int, steps: int, base: str | None) -> None:
                     differ = (abs(one[key] - other[key]) for key in ("reward/mean", "train/loss", "train/grad_norm"))
                     apart[step] = max(apart[step], *differ)
     said(f"a step through client and service, beside in one process ({steps} steps)", times["there"], times["here"])
-    print(f"largest difference of reward/mean, train/loss and train/grad_norm: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
+    print(f"largest difference of rewards, losses and gradient norms: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
 
 
 def hone(*command: str) -> None:
