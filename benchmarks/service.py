@@ -254,7 +254,7 @@ def runs(pairs: int, steps: int, base: str | None) -> None:
                     differ = (abs(one[key] - other[key]) for key in ("reward/mean", "train/loss", "train/grad_norm"))
                     apart[step] = max(apart[step], *differ)
     said(f"a step through client and service, beside in one process ({steps} steps)", times["there"], times["here"])
-    print(f"largest difference of rewards, losses and gradient norms: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
+    print(f"largest difference of reward, loss and gradient norm: {apart[0]:.2g} in step 1, {max(apart):.2g} in all")
 
 
 def hone(*command: str) -> None:
