@@ -77,9 +77,6 @@ def test_a_timeline_has_phases_replicas_and_steps_and_goes_on_when_a_run_is_cont
     assert [name for lane, name in spans if lane == "steps"] == ["step 1", "step 2", "step 3"]
     assert [name for lane, name in spans if lane == "driver"][:2] == ["generate", "backward"]
     assert {"generate", "idle"} == {name for lane, name in spans if lane == "vllm-0"}
-    timed = [one for one in events if one["ph"] == "X" and lanes[one["tid"]] == "driver"]
-    ends = [one["ts"] + one["dur"] for one in timed]
-    assert all(end <= after["ts"] + 1 for end, after in zip(ends, timed[1:], strict=False)), "they do not overlap"
     # an array without its end is what Perfetto reads; with its end it is JSON
     text = (tmp_path / "trace.json").read_text()
     assert len(json.loads(text.rstrip().rstrip(",") + "]")) == len(events)
@@ -88,6 +85,21 @@ def test_a_timeline_has_phases_replicas_and_steps_and_goes_on_when_a_run_is_cont
         assert one["ph"] in ("X", "M")
         assert one["ph"] == "M" or (type(one["ts"]) is type(one["dur"]) is int and one["ts"] > 0 <= one["dur"])
         assert one["ph"] == "X" or one["name"] in ("process_name", "thread_name", "thread_sort_index")
+
+
+def test_no_two_spans_of_a_lane_overlap(tmp_path):
+    """Perfetto and speedscope take the second of two spans that overlap by a microsecond for a part of the first."""
+    tracker = TraceTracker(TraceSettings(), RunInfo(tmp_path))
+    for step in range(100):
+        note("vllm-0", ("generate", "sync")[step % 2])
+        tracker.log(step, {})
+    tracker.close()
+    spans = [one for one in read_trace(tmp_path / "trace.json") if one["ph"] == "X"]
+    for lane in {one["tid"] for one in spans}:
+        own = [one for one in spans if one["tid"] == lane]
+        ends = [one["ts"] + one["dur"] for one in own]
+        assert len(own) > 90
+        assert all(end <= after["ts"] for end, after in zip(ends, own[1:], strict=False))
 
 
 def test_a_timeline_ends_at_its_limit(tmp_path):

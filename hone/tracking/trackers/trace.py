@@ -76,7 +76,8 @@ class TraceTracker(Tracker):
             self._write({"name": "thread_name", **thread, "args": {"name": lane}})
             self._write({"name": "thread_sort_index", **thread, "args": {"sort_index": _order(lane)}})
         span = {"name": name, "ph": "X", "pid": 1, "tid": self._lanes[lane]}
-        self._write({**span, "ts": round(start * 1e6), "dur": round((end - start) * 1e6)})
+        begins = round(start * 1e6)  # a span that ends later than the next begins is drawn, or dropped, as its parent
+        self._write({**span, "ts": begins, "dur": round(end * 1e6) - begins})
 
     def _write(self, event: Mapping[str, Any]) -> None:
         line = f"{json.dumps(event)},\n"
