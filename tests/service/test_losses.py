@@ -113,6 +113,7 @@ def test_thresholds_of_a_token_replace_those_of_the_request():
         (request("ppo", datum(np.zeros((3, 2), np.int64), logprobs=[0], advantages=[0])), "target_tokens of ppo"),
         (request("cross_entropy", datum(), beta=1.0), "beta"),
         (request("dro", datum(logprobs=[0, 0, 0], advantages=[0, 0, 0]), beta="much"), "should be a number"),
+        (request("dro", datum(logprobs=[0, 0, 0], advantages=[0, 0, 0]), beta=float("nan")), "should be a number"),
         (request("cross_entropy", Datum(np.arange(9) % 9, {"target_tokens": np.arange(9) % 9})), "at most 7"),
     ],
 )

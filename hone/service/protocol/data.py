@@ -48,7 +48,7 @@ def _settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     for key, value in given.items():
         if key not in known:
             raise BadRequest(f"loss_fn_config of {name}: " + unknown("setting", key, list(known)))
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or value != value:  # inf is a threshold that nothing reaches
             raise BadRequest(f"loss_fn_config of {name}: {key} should be a number, found {value!r:.60}")
         found[key] = float(value)
     return found

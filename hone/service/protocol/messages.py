@@ -86,7 +86,7 @@ class AdamParams(Message):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0)] = 1e-12
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-12  # with 0, weights without a gradient become NaN
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
