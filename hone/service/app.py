@@ -22,10 +22,11 @@ from hone.processes.untrusted_json import parse_json_apart
 from hone.service.disk.registry import NOBODY
 from hone.service.futures import PROTOBUF
 from hone.service.listings import Call, Handler, Listings
+from hone.service.models import TRAIN
 from hone.service.protocol import messages
 from hone.service.protocol.messages import read
 from hone.service.protocol.refusals import BadRequest, NotFound, Refused, Unavailable
-from hone.service.protocol.wire import read_training
+from hone.service.protocol.wire import read_training, training_message
 from hone.service.service import Service
 
 LOG = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ NOT_SERVED = {  # path -> what to do instead
     "sessions/{session_id}/trace_export": "traces are in the client",
     "sessions": "list training_runs",
     "cancel_future": "a request that was taken runs; finish its session to end those that wait",
-    "billing/usage": "nothing is billed here",
+    "billing/usage/{what:path}": "nothing is billed here",
     "audit": "the log of the service has its events",
 }
 
@@ -100,10 +101,10 @@ class ServiceApp:
             "sessions/{session_id}/finish": self._finish,
             "create_model": self._create_model,
             "get_info": self._get_info,
-            "optim_step": self._command(messages.OptimStep, "optim_step"),
-            "save_weights": self._command(messages.SaveWeights, "save_weights"),
-            "save_weights_for_sampler": self._command(messages.SaveForSampling, "save_weights_for_sampler"),
-            "save_weights_external": self._command(messages.SaveExternal, "save_weights_external"),
+            "optim_step": self._command("optim_step"),
+            "save_weights": self._command("save_weights"),
+            "save_weights_for_sampler": self._command("save_weights_for_sampler"),
+            "save_weights_external": self._command("save_weights_external"),
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
             "weights_info": self._listings.weights_info,
@@ -199,44 +200,40 @@ class ServiceApp:
             "optimizer_config": {"type": "adamw"},
         }
 
-    def _command(self, cls: type[messages.Command], kind: str) -> Handler:
+    def _command(self, kind: str) -> Handler:
         """A route that takes a command of a model. What is wrong in it, beyond its place, is its result."""
 
         async def handler(call: Call) -> Any:
-            body = call.body if isinstance(call.body, dict) else {}
-            place = read(messages.Command, {name: body[name] for name in ("model_id", "seq_id") if name in body})
-            return self._submitted(call, place.model_id, place.seq_id, kind)
+            given = call.body if isinstance(call.body, dict) else {}
+            place = read(messages.Command, {name: given[name] for name in ("model_id", "seq_id") if name in given})
+            body = json.dumps(call.body, sort_keys=True).encode()
+            request_id = self._service.training.submit(call.tenant, place.model_id, place.seq_id, kind, body)
+            return {"request_id": request_id, "model_id": place.model_id}
 
         return handler
 
-    def _submitted(self, call: Call, model_id: str, number: int, kind: str) -> dict[str, Any]:
-        body = json.dumps(call.body, sort_keys=True).encode()
-        return {
-            "request_id": self._service.training.submit(call.tenant, model_id, number, kind, body),
-            "model_id": model_id,
-        }
-
     async def _load_weights(self, call: Call) -> Any:
-        message = read(messages.LoadWeights, call.body)
-        if message.model_id is not None and message.seq_id is not None:
-            return self._submitted(call, message.model_id, message.seq_id, "load_weights")
-        return self._created(call, message)
+        if isinstance(call.body, dict) and call.body.get("model_id") is not None:
+            return await self._command("load_weights")(call)
+        return self._created(call, read(messages.LoadWeights, call.body))
 
     async def _forward_backward(self, call: Call) -> Any:
         headers, limits = call.request.headers, self._service.config.limits
         if (kind := headers.get("content-type", "").partition(";")[0].strip()) != PROTOBUF:
-            raise BadRequest(
-                f"Content-Type: {kind or 'none'} is not served here; send {PROTOBUF} (SDK 0.25 and later)", 415
-            )
+            raise BadRequest(f"Content-Type {kind or 'none'} is not served; send {PROTOBUF} (SDK 0.25 and later)", 415)
         packed = await read_body(call.request, limits.request_bytes)
         encoding = headers.get("content-encoding", "").lower()
         body = await asyncio.to_thread(decompressed, packed, encoding, limits.decompressed_bytes)
-        parsed = await asyncio.to_thread(read_training, body, limits.dense_elements)
+        training = self._service.training
+        try:
+            parsed = await asyncio.to_thread(read_training, body, limits.dense_elements)
+        except BadRequest:  # which is its result, in its turn: later commands of its model wait for it
+            broken = training_message(body)
+            request_id = training.submit(call.tenant, broken.model_id, broken.seq_id, TRAIN, body)
+            return {"request_id": request_id, "model_id": broken.model_id}
         if parsed.seq_id < 1:
             raise BadRequest(f"seq_id = {parsed.seq_id}: it should be 1 or more")
-        training = self._service.training
-        request_id = training.submit_training(call.tenant, parsed)
-        return {"request_id": request_id, "model_id": parsed.model_id}
+        return {"request_id": training.submit_training(call.tenant, parsed), "model_id": parsed.model_id}
 
     async def _retrieve(self, call: Call) -> Any:
         message = read(messages.RetrieveFuture, call.body)

@@ -28,8 +28,6 @@ from hone.workers.tenants.work import Work
 
 LOG = logging.getLogger(__name__)
 R = TypeVar("R")
-
-
 ENDED = Done(Outcome(error="the session has ended", category="user"))
 
 

@@ -138,6 +138,17 @@ def test_a_failed_command_says_why_and_no_step_follows_it(client):
     assert client.trained(model, 6, [DATUM], forward_only=True)[1]["loss:sum"] < alone[1]["loss:sum"]
 
 
+def test_what_cannot_be_read_takes_its_place_and_the_next_commands_run(client):
+    model = client.model(client.session())
+    assert "no tokens" in client.trained(model, 1, [([], {"target_tokens": np.zeros(0, np.int64)})])["error"]
+    refused = client.do("load_weights", model_id=model, seq_id=2, path="any", weights_access_token="x")
+    assert "weights_access_token" in refused["error"]
+    assert "forward_backward (seq_id 1) failed" in client.step(model, 3)["error"]
+    client.trained(model, 4, [DATUM])
+    assert "eps = 0.0" in client.step(model, 5, eps=0.0)["error"]
+    assert "error" not in client.step(model, 6)
+
+
 def test_a_folder_is_served_by_one_process(server):
     command = [sys.executable, "-c", PROGRAM, "serve", str(server.file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -127,13 +127,19 @@ class TrainingRequest:
     canonical: bytes = field(repr=False)  # the same bytes for the same request, however a client wrote its maps
 
 
-def read_training(body: bytes, most_elements: int) -> TrainingRequest:
-    """Parse a `forward_backward` request. Raises BadRequest, naming the datum and the field, for what is not valid."""
+def training_message(body: bytes) -> Any:
+    """A `forward_backward` request as it came. Raises BadRequest if it is none."""
     message = MESSAGES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise BadRequest(f"the body is no ForwardBackwardRequest of protobuf: {error}") from error
+    return message
+
+
+def read_training(body: bytes, most_elements: int) -> TrainingRequest:
+    """Parse a `forward_backward` request. Raises BadRequest, naming the datum and the field, for what is not valid."""
+    message = training_message(body)
     if not message.data:
         raise BadRequest("data is empty: send one datum or more")
     settings: dict[str, float | str] = dict(message.loss_fn_config)
