@@ -34,17 +34,17 @@ def trained_rows(batch: Batch) -> Tensor:
 
 
 def scored_rows(batch: Batch, layout: Layout, ranks: SequenceRanks | None) -> tuple[Tensor, Tensor, Copies]:
-    """Find the tokens that this rank scores: those with a loss, and of those with one place in the row the first.
+    """Find the tokens that this rank scores: those with a loss; tokens that share a place in the row are scored once.
 
-    Returns them [R], the place of the hidden state before each among this rank's [R], and the tokens that take their
-    results from another's. `ranks` have slices of the row.
+    The first token at a place is scored, with a loss or without. Returns the scored tokens [R], the place of the hidden
+    state before each among this rank's [R], and which tokens get whose score. `ranks` have slices of the row.
     """
     trained, device = trained_rows(batch), batch.token_ids.device
     rows, copies = trained, None
     if batch.ids_at is None and batch.reference_states is None:  # which may differ between equal tokens
         first = layout.first[trained]
         rows = first.unique()
-        if len(rows) < len(trained):
+        if not torch.equal(rows, trained):
             copies = trained.to(device, non_blocking=True), first.to(device, non_blocking=True)
     rows = rows.to(device, non_blocking=True)
     where = layout.where[rows - 1]

@@ -61,6 +61,14 @@ def test_a_token_that_sequences_share_is_scored_once():
     assert scored_rows(alone, lay_out(alone), None)[2] is None
 
 
+def test_a_shared_token_whose_loss_is_in_a_later_sequence_is_scored_at_the_first():
+    batch = batch_of([[5, 6, 7, 8, 1], [5, 6, 7, 8, 2]], [0, 0])
+    batch = batch.with_(loss_mask=batch.loss_mask * torch.arange(10).ge(5))
+    rows, where, (trained, first) = scored_rows(batch, lay_out(batch), None)
+    assert (rows.tolist(), where.tolist()) == ([1, 2, 3, 9], [0, 1, 2, 3])
+    assert (trained.tolist(), first.tolist()) == ([6, 7, 8, 9], [1, 2, 3, 9])
+
+
 def test_branches_of_one_shape_share_a_kernel_call_across_groups():
     groups = {0: [10] * 5, 1: [11] * 6, 2: [12] * 5}
     layout = lay_out(batch_of([groups[g] + [g, g, i] for i in (0, 1) for g in groups], [0, 1, 2] * 2))
@@ -136,13 +144,18 @@ weighed.needs = frozenset({"entropy"})
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize("loss_on", ["answers", "some of the prompts"])
+@pytest.mark.parametrize("loss_on", ["answers", "some of the prompts", "the last of each group"])
 def test_sharing_changes_neither_scores_nor_gradients(architecture, dtype, tolerance, loss_on, make_engine, make_batch):
     model = ModelConfig(build=BuildConfig(**SMALL, architecture=architecture, options=ARCHITECTURES[architecture]))
     engine = make_engine(model=model, compute_dtype=dtype, max_tokens_per_microbatch=200)
     shared = make_batch(lengths=(13, 9, 12, 7, 20, 12), prompt=6, groups=[0, 0, 1, 2, 1, 0])
-    if loss_on != "answers":
+    if loss_on == "some of the prompts":
         mask = shared.loss_mask | (torch.arange(shared.num_tokens) % 4 > 0)
+        mask[shared.cu_seqlens[:-1]] = 0
+        shared = shared.with_(loss_mask=mask)
+    if loss_on == "the last of each group":  # no token with a loss is another's equal, but some are not the first
+        mask = torch.ones_like(shared.loss_mask)
+        mask[: int(shared.cu_seqlens[3])] = 0  # sequences 3 to 5 are the last of groups 2, 1 and 0
         mask[shared.cu_seqlens[:-1]] = 0
         shared = shared.with_(loss_mask=mask)
     alone = shared.with_(group_index=torch.arange(6))
