@@ -29,6 +29,37 @@ SCRIPTS = {
     "text of another shell": 'export A=1; bash -xc \'start $A "$0" "$1" $((2 * A))\' n "b c"',
     "expanded text of another shell": 'A=1; bash -c "start $A \\$1" n "3 4"',
     "arguments": 'start "$@" "$1" ${2}',
+    "local variables": "A=1; f() { local A=2 B=3; C=4; start $A $B; }; f; start $A ${B:-none} $C",
+    "a process of its own": "A=1; (A=2; start $A; exit); start $A; { A=3; start $A; } | cat; start $A",
+    "shifted arguments": 'f() { local N=$1; shift; start "$N" "$@"; shift 2; start "$@"; }; f a "b c" d e; start "$1"',
+    "set arguments": 'set -- k=1 "l=2 3"; start "$@" $#; for X; do start "$X"; done; shift; start "$@"',
+    "unset": "A=1; unset A; start ${A:-none}",
+    "what is not reached": "f() { A=1; return 0; A=2; }; f; start $A; exit 0; start never",
+    "returned": 'f() { return 1; }; g() { [ "$1" = x ]; }; if f; then start f; fi; if g x; then start g; fi',
+    "break and continue": "for I in 1 2 3 4; do [ $I = 2 ] && continue; if [ $I = 4 ]; then break; fi; start $I; done",
+    "while": 'while [[ $# -gt 0 ]]; do case "$1" in one) start 1;; *) start "$1";; esac; shift; done; start $#',
+    "until": "I=0; until [ $I -ge 3 ]; do I=$((I + 1)); done; start $I; for I in {2..4} {1..0}; do start $I; done",
+    "counted": "I=1; ((I++)); ((I += 4)); J=$((I++ * 2)); start $I $J $((I = 3)) $((--I)); (( I > 9 && I++ )); "
+    "start $I",
+    "precedence": "A=4; start $((-2 + 5)) $((-A + 5)) $((!A + 1)) $((2 ** 3 ** 2)) $((-A ** 2)) $((10 - 3 - 2)) "
+    "$((A&1==0)) $((A - 1 << 2)) $((1 + (A > 2 ? 3 : 4))) $((A > 2 ? A > 3 ? 1 : 2 : 3)) $((B = C = 3, B + C)) "
+    "$((0 && B++)) $B $((A*-2))",
+    "expanded in arithmetic": "A=1+2; N=; start $((2 * $A)) $((${X:-3} + 1)) $((${N:-0}))",
+    "bits": "start $((1 << 4)) $((6 & 3)) $((5 | 2)) $((6 ^ 3)) $((~1)) $((010)) $((0x10)) $((-7 % 3)) $((-9 >> 1))",
+    "joined": 'A=(x "y z"); start "${A[*]}" ${A[*]} "$*"; IFS=,; start "${A[*]}"',
+    "parts of an array": 'A=(a b c d); start "${A[@]:1:2}" "${A[@]:2}" "${A[@]: -1}" "${@:2}" "${@: -1}" ${#A}',
+    "parts of each text": 'A=(ab b); start "${A[@]/#/x=}" "${A[@]%b}" "${A[@]/%b/c}"',
+    "text for eval": "C='start a \"b c\"'; N=2; eval \"$C\" n=$N; eval 'N=3'; start $N",
+    "two lines": "A=1 B=2\nstart $A $B; A=5 start x; start $A",
+    "falling case": "case a in a) A=1;& b) B=2;; c) C=3;; esac; case a in a) D=1;;& [a-c]) E=2;; *) F=3;; esac; "
+    'start $A $B "${C:-}" $D $E "${F:-}"',
+    "quoted patterns": 'S="*"; case abc in "$S") start any;; abc) start abc;; esac; [[ abc == "a*" ]] || '
+    "start literal; "
+    "[[ abc == a* ]] && start glob; [ 'a*' = a* ] && start same; [[ abc != 'a*' ]] && start other",
+    "quoted defaults": """start ${NONE:-"a b"} ${NONE:-'c d'} "${NONE:-'e'}" ${NONE:-f g}""",
+    "an unset argument": "start ${9-none} ${9:-none} ${1-none}",
+    "a folder of the user": 'HOME=/h; start ~ ~/a k=~/b "~/c" a~/d',
+    "the end of a here-document": 'read -r -d "" T <<"EOF"\n  $N x\nEOF\nstart "$T"',
 }
 
 
@@ -47,6 +78,40 @@ def test_a_command_gets_the_arguments_that_bash_gives_it(name):
     found = read_script(SCRIPTS[name], {}, arguments)
     assert [words[1:] for words in found.commands if words[0] == "start"] == of_bash(SCRIPTS[name], arguments)
     assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=1; let A=2; start $A",
+        "A=1; read A; start $A",
+        "A=1; printf -v A %d 2; start $A",
+        "A=1; mapfile A; start $A",
+        "A=1; (( A = B[0] )); start $A",
+        "A=(1 2); A[1]=3; start $A",
+        "A=([1]=x); start $A",
+        "declare -i A=1+2; start $A",
+        "A=a1; start ${A//[0-9]/}",
+        "A=1; while nvidia-smi; do A=2; done; start $A",
+    ],
+)
+def test_a_variable_that_is_set_in_a_way_that_is_not_read_is_a_hole(script):
+    assert holes(read_script(script, {}, []).commands[-1][1])
+
+
+def test_what_may_end_a_script_does_not_end_its_reading():
+    found = read_script("nvidia-smi && exit 0\nif [ $# -lt 1 ]; then exit 1; fi\nstart 1", {}, [])
+    assert found.commands[-1] == ["start", "1"]
+    assert [note.partition(" ends")[0] for note in found.notes] == [
+        "line 1: `nvidia-smi && exit 0` may end here (exit); it is read as if it went on",
+        "line 2: `exit 1`",
+    ]
+
+
+def test_another_script_that_is_read_in_is_noted():
+    assert read_script("source env.sh\nstart 1", {}, []).notes == [
+        "line 1: `source env.sh` is another script, which is not read"
+    ]
 
 
 def test_what_only_running_tells_is_a_hole_with_the_text_of_the_script():

@@ -2,8 +2,8 @@
 
     text --> tree-sitter's syntax tree --> statements in order: assignments, if, case, for, functions --> commands
 
-Understood: arrays, defaults, `case`, `if` and `&&` over variables, arithmetic, quotes, functions, loops over constants,
-and the text of `bash -c`.
+Understood: arrays, defaults, `case`, `if`, `while` and `&&` over variables, arithmetic, quotes, functions and their
+local variables, subshells, loops over constants, and the text of `bash -c` and `eval`.
 What depends on running something (a command's output, a file that exists, an unset variable) becomes a hole with the
 script's own text, or a note. A part that is not read and sets a variable of the rest of the script is a choice too.
 """
@@ -19,13 +19,13 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
-from hone.migration.shell.arithmetic import Unknown, evaluated
-from hone.migration.shell.holes import holes, shown
+from hone.migration.shell.arithmetic import Unknown
+from hone.migration.shell.holes import hole, holes, shown
 from hone.migration.shell.words import Scope, TooLong, Value, Words
 from hone.registry import CannotLoad
 
 MAX_STATEMENTS = 20_000
-MAX_DEPTH = 200
+MAX_DEPTH = 120
 """Functions within functions, and blocks within blocks."""
 
 
@@ -60,10 +60,22 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
     script = _Script(Scope(dict(variables), list(arguments)), source, parser.parse)
     try:
         script.block(parser.parse(source).root_node.children)
-    except TooLong as error:
+    except _Jump:
+        pass
+    except (TooLong, RecursionError) as error:
         script.found.notes.append(f"reading ended early: {error}")
         script.found.choices.append(script.found.notes[-1])
     return script.found
+
+
+class _Jump(Exception):
+    """`exit`, `return`, `break` or `continue`: what follows is not run."""
+
+    def __init__(self, name: str, argument: str = "") -> None:
+        super().__init__(name)
+        self.name = name
+        self.succeeds = int(argument) == 0 if argument.isdigit() else None
+        self.levels = int(argument) if argument.isdigit() else 1
 
 
 class _Script:
@@ -72,7 +84,9 @@ class _Script:
         self.words = Words(scope, source, parse)
         self.found = Commands()
         self.uses = Counter(_USED.findall(source.decode()))
-        self.functions: dict[str, Any] = {}
+        self.functions: dict[str, tuple[_Script, Any]] = {}
+        self.locals: list[dict[str, Value | None]] = []
+        """For each function that is being called: its local variables, with the values outside of it."""
         self.statements = 0
         self.depth = 0
         self.line = 1  # on which the source begins in the script
@@ -83,10 +97,12 @@ class _Script:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise TooLong(f"blocks are nested more than {MAX_DEPTH} deep")
-        for node in nodes:
-            if node.is_named:
-                result = self.statement(node)
-        self.depth -= 1
+        try:
+            for node in nodes:
+                if node.is_named:
+                    result = self.statement(node)
+        finally:
+            self.depth -= 1
         return result
 
     def statement(self, node: Any) -> bool | None:
@@ -98,7 +114,10 @@ class _Script:
         if reader is not None:
             result: bool | None = reader(node)
             return result
-        if node.type not in ("comment", "unset_command", "heredoc_body"):
+        if node.type == "unset_command":
+            for name in (child for child in node.children if child.type == "variable_name"):
+                self.scope.variables.pop(name.text.decode(), None)
+        elif node.type not in ("comment", "heredoc_body"):
             self._note(node, "is not read")
         return None
 
@@ -109,11 +128,15 @@ class _Script:
         new: Value = ""
         if value is not None and value.type == "array":
             new = [word for child in value.children if child.is_named for word in self.words.fields(child)]
+            if any(child.text.startswith(b"[") and b"]=" in child.text for child in value.children):
+                new = hole(f"${{{name.text.decode()}[@]}}")  # names its places
         elif value is not None:
             new = self.words.text(value)
         key = name.text.decode()
         if name.type == "subscript":
             self._note(node, "sets an element of an array, which is not read")
+            array = name.child_by_field_name("name").text.decode()
+            self.scope.put(array, hole(f"${{{array}[@]}}"))
             return True
         if any(child.type == "+=" for child in node.children):
             new = _appended(self.scope.get(key), new)
@@ -121,7 +144,26 @@ class _Script:
         return True
 
     def _declaration_command(self, node: Any) -> bool:
-        return bool(self._only(node, "variable_assignment"))
+        kind = node.children[0].type
+        flags = "".join(child.text.decode() for child in node.children if child.text.startswith(b"-"))
+        names = [
+            (child.child_by_field_name("name") or child).text.decode()
+            for child in node.children
+            if child.type in ("variable_assignment", "variable_name")
+        ]
+        if self.locals and kind in ("local", "declare", "typeset") and "g" not in flags:
+            for name in names:
+                self.locals[-1].setdefault(name, self.scope.variables.get(name))
+                self.scope.variables.pop(name, None)
+        self._only(node, "variable_assignment")
+        if "i" in flags or "n" in flags:  # a value that is computed, or another variable's
+            self._forget(names)
+        return True
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Note that only running tells the values of variables."""
+        for name in names:
+            self.scope.put(name, hole(f"${name}"))
 
     def _variable_assignments(self, node: Any) -> bool:
         return bool(self._only(node, "variable_assignment"))
@@ -131,20 +173,28 @@ class _Script:
 
     def _command(self, node: Any) -> bool | None:
         words = []
+        if self._assigns_before(node):
+            self._only(node, "variable_assignment")
         for child in node.children:
             if child.type == "command_name":
                 words += self.words.fields(child.children[0])
             elif child.is_named and child.type not in ("variable_assignment", "file_redirect", "herestring_redirect"):
                 words += self.words.fields(child)
-        if not words or words[0] in (":", "set", "echo", "true", "printf", "cd", "mkdir"):
-            return True
-        if words[0] == "false":
-            return False
-        if words[0] in self.functions:
+        if words and words[0] in self.functions:
             return self._called(words)
-        if words[0] == "shift":
-            del self.scope.arguments[:1]
+        if not words or words[0] in (":", "set", "echo", "true", "printf", "cd", "mkdir"):
+            if words[:2] == ["set", "--"]:
+                self.scope.arguments[:] = words[2:]
+            if words[:2] == ["printf", "-v"]:
+                self._forget(words[2:3])
             return True
+        if words[0] == "exit" and words[1:] and words[1].isdigit() and int(words[1]):  # such as the end of a usage text
+            self._note(node, "ends the script with an error; it is read as if it went on")
+            return None
+        if words[0] in _JUMPS:
+            raise _Jump(words[0], *words[1:2])
+        if words[0] in _BUILTINS:
+            return self._builtin(words, node)
         inside = _text_of_shell(words)
         if inside:
             _read_inside(self, inside, node)
@@ -152,29 +202,94 @@ class _Script:
             self.found.commands.append(words)
         return None
 
+    def _builtin(self, words: Sequence[str], node: Any) -> bool | None:
+        """Read a command of bash that changes variables or arguments."""
+        if words[0] == "false":
+            return False
+        if words[0] == "shift":
+            count = words[1] if words[1:] else "1"
+            if not count.isdigit():
+                self._note(node, "shifts the arguments by a number that only running tells")
+            elif int(count) <= len(self.scope.arguments):
+                del self.scope.arguments[: int(count)]
+            return True
+        if words[0] == "eval":
+            return _read_evaluated(self, " ".join(words[1:]), node)
+        if words[0] in ("source", "."):
+            self.found.notes.append(_sentence(node, "is another script, which is not read", self.line))
+            return None
+        self._forget([word.partition("=")[0].rstrip("+-*/") for word in words[1:] if _NAME.match(word)])
+        return None
+
+    @staticmethod
+    def _assigns_before(node: Any) -> bool:
+        """Return whether a command's assignments are a line of their own, which the parser takes for its beginning."""
+        set_ = [child for child in node.children if child.type == "variable_assignment"]
+        name = node.child_by_field_name("name")
+        if not set_ or name is None or name.start_point[0] == set_[-1].end_point[0]:
+            return False
+        between = node.text[set_[-1].end_byte - node.start_byte : name.start_byte - node.start_byte]
+        return b"\n" in between.replace(b"\\\n", b"")
+
     def _called(self, words: Sequence[str]) -> bool | None:
-        own = self.scope.arguments
-        self.scope.arguments = list(words[1:])
-        result = self.block(self.functions[words[0]].children)
-        self.scope.arguments = own
-        return result
+        own = list(self.scope.arguments)
+        self.scope.arguments[:] = words[1:]
+        where, body = self.functions[words[0]]
+        where.statements, where.depth = self.statements, self.depth
+        where.locals.append({})
+        try:
+            nodes = [body] if body.type == "subshell" else body.children
+            result: bool | None = where.block(nodes)
+            return result
+        except _Jump as jump:
+            if jump.name != "return":
+                raise
+            return jump.succeeds
+        finally:
+            self.statements = where.statements
+            self.scope.arguments[:] = own
+            for name, value in where.locals.pop().items():
+                if value is None:
+                    self.scope.variables.pop(name, None)
+                else:
+                    self.scope.put(name, value)
 
     def _function_definition(self, node: Any) -> bool:
-        self.functions[node.child_by_field_name("name").text.decode()] = node.child_by_field_name("body")
+        self.functions[node.child_by_field_name("name").text.decode()] = (self, node.child_by_field_name("body"))
         return True
+
+    def _apart(self, nodes: Sequence[Any]) -> bool | None:
+        """Read statements of another process: what they set, and where they end, is theirs."""
+        variables, arguments = dict(self.scope.variables), list(self.scope.arguments)
+        functions = dict(self.functions)
+        try:
+            return self.block(nodes)
+        except _Jump as jump:
+            return jump.succeeds
+        finally:
+            self.scope.variables.clear()
+            self.scope.variables.update(variables)
+            self.scope.arguments[:] = arguments
+            self.functions.clear()
+            self.functions.update(functions)
 
     def _redirected_statement(self, node: Any) -> bool | None:
         body = node.child_by_field_name("body")
         here = next((child for child in node.children if child.type == "heredoc_redirect"), None)
         if body is not None and here is not None and body.type == "command" and body.text.split()[:1] == [b"read"]:
             text = next((child for child in here.children if child.type == "heredoc_body"), None)
-            if text is not None:  # `read -r -d '' NAME <<EOF` gives the text to a variable
-                self.scope.put(body.text.split()[-1].decode(), self.words.text(text))
+            name = body.text.split()[-1].decode()
+            if text is not None and any(child.type == "<<-" for child in here.children) and b"$" in text.text:
+                self._forget([name])
+            elif text is not None:  # `read -r -d '' NAME <<EOF` gives the text to a variable
+                self.scope.put(name, self.words.text(text).strip(" \t\n"))
             return True
         return None if body is None else self.statement(body)
 
     def _pipeline(self, node: Any) -> bool | None:
-        self.block(node.children)
+        for child in node.children:
+            if child.is_named:
+                self._apart([child])
         return None
 
     def _compound_statement(self, node: Any) -> bool | None:
@@ -183,7 +298,7 @@ class _Script:
         return self.block(node.children)
 
     def _subshell(self, node: Any) -> bool | None:
-        return self.block(node.children)
+        return self._apart(node.children)
 
     def _negated_command(self, node: Any) -> bool | None:
         result = self.block(node.children)
@@ -197,7 +312,11 @@ class _Script:
         either = any(child.type == "||" for child in node.children)
         if first is None:  # a command that is run: it is taken to succeed
             self._choice(left, "is taken to succeed", right)
-            return None if either else self.statement(right)
+            try:
+                return None if either else self.statement(right)
+            except _Jump as jump:
+                self._note(node, f"may end here ({jump.name}); it is read as if it went on")
+                return None
         return self.statement(right) if first != either else first
 
     def _if_statement(self, node: Any) -> bool | None:
@@ -225,34 +344,80 @@ class _Script:
         if holes(value):
             self._note(node, f"chooses by {shown(value)}, which only running tells; no branch is taken")
             return None
+        result: bool | None = True
+        falls = False
         for item in (child for child in node.children if child.type == "case_item"):
             end = next(child for child in item.children if child.type == ")")
             patterns = [one for one in item.children if one.is_named and one.end_byte <= end.start_byte]
-            if any(fnmatch.fnmatchcase(value, self.words.text(one)) for one in patterns):
-                return self.block([one for one in item.children if one.start_byte >= end.end_byte])
-        return True
+            if falls or any(fnmatch.fnmatchcase(value, self.words.pattern(one)) for one in patterns):
+                result = self.block([one for one in item.children if one.start_byte >= end.end_byte])
+                falls = item.children[-1].type == ";&"
+                if item.children[-1].type not in (";&", ";;&"):
+                    break
+        return result
 
     def _for_statement(self, node: Any) -> bool | None:
         name = node.child_by_field_name("variable").text.decode()
         body = node.child_by_field_name("body")
         given = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte][1:]
-        words = [word for child in given for word in self.words.fields(child)]
+        words = [word for child in given for word in self._looped(child)]
+        if not any(child.type == "in" for child in node.children):
+            words = list(self.scope.arguments)
         if any(holes(word) for word in words):
             self._note(node, "loops over values that only running tells; it is left out")
             return None
-        result: bool | None = True
         for word in words:
             self.scope.put(name, word)
-            result = self.block(body.children)
-        return result
+            if not self._round(body):
+                break
+        return True
+
+    def _while_statement(self, node: Any) -> bool | None:
+        body = node.child_by_field_name("body")
+        condition = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte]
+        until = node.children[0].type == "until"
+        while True:
+            holds = self.block(condition)
+            if holds is None:
+                self._forget(_assigned(node))
+                self._note(node, "is not read")
+                return None
+            if holds == until:
+                return True
+            if not self._round(body):
+                return True
+
+    def _round(self, body: Any) -> bool:
+        """Read the body of a loop once; returns whether the loop goes on."""
+        try:
+            self.block(body.children)
+        except _Jump as jump:
+            if jump.name not in ("break", "continue"):
+                raise
+            if jump.levels > 1:
+                jump.levels -= 1
+                raise
+            return jump.name == "continue"
+        return True
+
+    def _looped(self, node: Any) -> list[str]:
+        """Words of a loop: those of a word, or the numbers of `{1..4}`."""
+        bounds = _RANGE.fullmatch(node.text.decode())
+        if bounds is None:
+            return self.words.fields(node)
+        first, last = int(bounds[1]), int(bounds[2])
+        if abs(last - first) > MAX_STATEMENTS:
+            raise TooLong(f"{bounds[0]} is more than {MAX_STATEMENTS:,} numbers")
+        return [str(one) for one in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
 
     # --------------------------------------------------------------------------------------------------- conditions
 
     def _test_command(self, node: Any) -> bool | None:
         if node.children and node.children[0].type == "((":
             try:
-                return bool(evaluated(node, self.words.number))
+                return bool(self.words.computed(node))
             except Unknown:
+                self._forget([found[1] or found[2] for found in _COUNTED.finditer(node.text.decode())])
                 return None
         return self._condition(next(child for child in node.children if child.is_named))
 
@@ -283,10 +448,13 @@ class _Script:
         a, b = self.words.text(left), self.words.text(right)
         if holes(a) or holes(b):
             return None
-        if sign in ("=", "=="):
-            return fnmatch.fnmatchcase(a, b)
-        if sign == "!=":
-            return not fnmatch.fnmatchcase(a, b)
+        if sign in ("=", "==", "!="):
+            test = node.parent
+            while test is not None and test.type != "test_command":
+                test = test.parent
+            globs = test is not None and test.children[0].type == "[["
+            same = bool(fnmatch.fnmatchcase(a, self.words.pattern(right)) if globs else a == b)
+            return same is (sign != "!=")
         numbers = a.strip().lstrip("-").isdigit() and b.strip().lstrip("-").isdigit()
         return _ORDER[sign](int(a), int(b)) if numbers and sign in _ORDER else None
 
@@ -330,8 +498,22 @@ def _read_inside(script: _Script, words: Sequence[str], node: Any) -> None:
     inner = _Script(scope, source, script.words.parse)
     inner.found, inner.statements, inner.depth = script.found, script.statements, script.depth
     inner.line = int(node.start_point[0]) + script.line
-    inner.block(script.words.parse(source).root_node.children)
+    inner._apart(script.words.parse(source).root_node.children)
     script.statements = inner.statements
+
+
+def _read_evaluated(script: _Script, text: str, node: Any) -> bool | None:
+    """Read what `eval` runs at a node of a script, as a part of it."""
+    source = shown(text).encode()
+    inner = _Script(script.scope, source, script.words.parse)
+    inner.found, inner.statements, inner.depth = script.found, script.statements, script.depth
+    inner.functions, inner.locals, inner.uses = script.functions, script.locals, script.uses
+    inner.line = int(node.start_point[0]) + script.line
+    try:
+        result: bool | None = inner.block(script.words.parse(source).root_node.children)
+        return result
+    finally:
+        script.statements = inner.statements
 
 
 def _text_of_shell(words: Sequence[str]) -> Sequence[str]:
@@ -366,6 +548,12 @@ def _appended(old: Value | None, new: Value) -> Value:
 
 _USED = re.compile(r"\$\{?#?([A-Za-z_]\w*)")
 """Use of a variable."""
+
+_JUMPS = ("exit", "return", "break", "continue")
+_BUILTINS = ("false", "shift", "eval", "source", ".", "let", "read", "mapfile", "readarray", "getopts")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}")
+_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
 
 _ORDER = {
     "-eq": int.__eq__,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.migration.shell.arithmetic import Unknown, evaluated
+from hone.migration.shell.arithmetic import Unknown, Variables, evaluated, number
 from hone.migration.shell.holes import hole, holes, split
 
 Value = str | list[str]
@@ -20,6 +20,9 @@ MAX_CHARACTERS = 1_000_000
 MAX_TRIMMED = 4_000
 """Longest value that is trimmed: each of its prefixes is compared with the pattern."""
 
+_STAR = re.compile(r"\s*\$(\*|\{\*|\{\w+\[\*\])")
+_HOME = re.compile(r"(^|=)~(?=/|$)")
+_PATTERN = re.compile(r"(?<!\\)[*?\[]")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _SLASH = re.compile(rb"(?<!\\)/")  # between the pattern and the replacement of `${X/pattern/new}`
 _ESCAPED_IN_STRING = re.compile(r"\\([$`\"\\\n])")
@@ -106,13 +109,25 @@ class Words:
         elif kind in ("string_content", "heredoc_content"):
             yield [_ESCAPED_IN_STRING.sub(lambda found: found[1].strip("\n"), text)], True
         elif kind == "raw_string":
-            yield [text[1:-1]], True
+            in_string = node.parent.type == "expansion" and node.parent.parent.type == "string"
+            yield [text if in_string else text[1:-1]], True
+        elif kind == "word" and _HOME.search(text) and not quoted and _begins(node):
+            value = self.scope.get("HOME")
+            home = value if isinstance(value, str) else hole("$HOME")
+            yield (
+                [_HOME.sub(lambda found: found[1] + home, _ESCAPED.sub(lambda found: found[1].strip("\n"), text))],
+                True,
+            )
         elif kind == "ansi_c_string":
             yield [text[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'")], True
         elif kind in ("simple_expansion", "expansion"):
             before = text[: text.index("$")]  # the parser counts spaces before a variable in a string as its part
             yield [before] if before else [], True
-            yield self._variable(node), quoted
+            words = self._variable(node)
+            if quoted and _STAR.match(text):  # "${A[*]}" is one word
+                first = self.scope.get("IFS")
+                words = [(" " if first is None else first[:1] if isinstance(first, str) else " ").join(words)]
+            yield words, quoted or self._is_quoted_default(node)
         elif kind == "arithmetic_expansion":
             yield [self._arithmetic(node)], quoted
         elif kind in _LITERAL:
@@ -150,7 +165,10 @@ class Words:
         value = self._looked_up(children[0])
         operand = children[1:]
         if length:
-            return [hole(node.text.decode())] if value is None else [str(len(value))]
+            if isinstance(value, list) and not self._whole(children[0]):
+                value = value[0] if value else ""
+            known = value is not None and not (isinstance(value, str) and holes(value))
+            return [str(len(value or ""))] if known else [hole(node.text.decode())]
         if operand:
             value = self._operated(node, value, operand[0])
         if value is None:
@@ -188,25 +206,33 @@ class Words:
             slash = _SLASH.search(self.source, start, end)
             pattern = between(start, slash.start() if slash else end)
             new = between(slash.end(), end) if slash else ""
+            if _PATTERN.search(pattern):
+                return hole(node.text.decode().strip())
             return self._replaced(value, _ESCAPED.sub(lambda found: found[1], pattern), new, sign)
         operand = between(start, end)
         if sign in _DEFAULTS:
             return self._default(node, sign, value, operand)
         if value is None:
             return None
+        if isinstance(value, list) and sign == ":":
+            first = 1 if node.text.startswith((b"${@", b"${*")) else 0  # $0 is the script's name
+            return _sliced(value, operand, first)
         if isinstance(value, list):
-            return [self._changed(sign, one, operand) or "" for one in value]
+            changed = [self._changed(sign, one, operand) for one in value]
+            return None if None in changed else [one for one in changed if one is not None]
         return self._changed(sign, value, operand)
 
     def _default(self, node: Any, sign: str, value: Value | None, operand: str) -> Value | None:
-        there = value is not None and (value != "" or ":" not in sign)
+        name = node.children[1].text.decode()
+        set_ = value is not None and not (name.isdigit() and name != "0" and int(name) > len(self.scope.arguments))
+        there = set_ and value != [] and (value not in ("", [""]) or ":" not in sign)
         if sign in (":+", "+"):
             return operand if there else ""
         if there:
             return value
         if sign in (":=", "="):
-            name = next(child for child in node.children if child.type == "variable_name")
-            self.scope.put(name.text.decode(), operand)
+            variable = next(child for child in node.children if child.type == "variable_name")
+            self.scope.put(variable.text.decode(), operand)
         return None if "?" in sign else operand
 
     @staticmethod
@@ -225,8 +251,13 @@ class Words:
             return hole(f"{value}, changed by {sign}{operand}")
         if sign in _TRIMS:
             return _trimmed(value, operand, from_end=sign[0] == "%", longest=len(sign) == 2)
-        if sign in _CASES:
+        if sign in _CASES and not operand:
             return _CASES[sign](value)
+        if sign in ("/#", "/%") and not _PATTERN.search(operand):
+            old, _, new = operand.partition("/")
+            if sign == "/#":
+                return new + value.removeprefix(old) if value.startswith(old) else value
+            return value.removesuffix(old) + new if value.endswith(old) else value
         if sign == ":":
             start, _, length = operand.replace(" ", "").partition(":")
             if start.lstrip("-").isdigit() and (not length or length.isdigit()):
@@ -236,21 +267,76 @@ class Words:
 
     def _arithmetic(self, node: Any) -> str:
         try:
-            return str(evaluated(node, self.number))
+            return str(self.computed(node))
         except Unknown:
             return hole(node.text.decode())
 
-    def number(self, node: Any) -> int:
+    def computed(self, node: Any) -> int:
+        """Compute `$((...))` or `((...))`. Raises arithmetic.Unknown."""
+        return evaluated(self._expanded(node), Variables(self._number, self._put_number))
+
+    def _expanded(self, node: Any) -> str:
+        """Text of an expression with each `$X` replaced by its value, as bash does before it computes."""
+        first, text = node.start_byte, ""  # a default's expression is parsed on its own: its text is not of the source
+        at, end = node.children[0].end_byte - first, node.children[-1].start_byte - first
+        left = list(reversed(node.children))
+        while left:
+            one = left.pop()
+            if one.type in ("simple_expansion", "expansion", "string", "command_substitution", "arithmetic_expansion"):
+                text += node.text[at : one.start_byte - first].decode() + self.text(one)
+                at = one.end_byte - first
+            else:
+                left.extend(reversed(one.children))
+        return text + str(node.text[at:end].decode())
+
+    def _number(self, name: str) -> int:
         """Value of a variable in arithmetic: an unset one is 0, as in bash. Raises arithmetic.Unknown."""
-        if node.type == "variable_name":
-            value = self.scope.get(node.text.decode())
-            text = "0" if value is None else value if isinstance(value, str) else (value or ["0"])[0]
-        else:
-            text = self.text(node)
-        try:
-            return int(text.strip() or "0", 0)
-        except ValueError as error:
-            raise Unknown(text) from error
+        value = self.scope.get(name)
+        text = "0" if value is None else value if isinstance(value, str) else (value or ["0"])[0]
+        return number(text.strip() or "0")
+
+    def _put_number(self, name: str, value: int) -> None:
+        self.scope.put(name, str(value))
+
+    def pattern(self, node: Any) -> str:
+        """Return a word as a glob in which what is quoted stands for itself."""
+        if node.type in ("string", "raw_string"):
+            return _literally(self.text(node))
+        if node.type == "concatenation":
+            return "".join(self.pattern(child) for child in node.children)
+        return self.text(node)
+
+    def _is_quoted_default(self, node: Any) -> bool:
+        """Return whether `${X:-"a b"}` has the value of its quoted default, which is not split."""
+        children = node.children
+        if len(children) != 5 or children[3].type not in ("string", "raw_string"):
+            return False
+        sign, value = children[2].type, self._looked_up(children[1])
+        return bool(sign in (":-", "-") and (value is None or (value == "" and sign == ":-")))
+
+
+def _literally(text: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", text)
+
+
+def _begins(node: Any) -> bool:
+    """Return whether a node is the beginning of a word, or all of it."""
+    return bool(node.parent.type != "concatenation" or node.parent.children[0].start_byte == node.start_byte)
+
+
+def _sliced(value: list[str], operand: str, first: int) -> list[str] | None:
+    """Elements of an array from a place on, at most so many; None if that cannot be told."""
+    start, separator, length = operand.replace(" ", "").partition(":")
+    if not start.lstrip("-").isdigit() or (separator and not length.isdigit()):
+        return None
+    place = int(start) - (first if int(start) > 0 else 0)
+    if int(start) == 0 and first:
+        return None
+    if place < 0:
+        place += len(value)
+        if place < 0:
+            return []
+    return value[place : place + int(length)] if separator else value[place:]
 
 
 def _trimmed(value: str, pattern: str, *, from_end: bool, longest: bool) -> str:
