@@ -85,6 +85,32 @@ COMMAND = (
 )
 
 
+def test_another_reference_model_is_kept():
+    for name in ("ref.model_name_or_path", "ref_pretrain"):
+        command = f"deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path m --data.dataset d --{name} "
+        assert from_yaml(run_file(migrate_openrlhf(command + "other", {}), "x"))["reference"] == {
+            "model": {"path": "other"}
+        }
+        assert "reference" not in from_yaml(run_file(migrate_openrlhf(command + "m", {}), "x"))
+
+
+def test_columns_of_a_supervised_run():
+    command = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset d "
+    for options, columns in (
+        ("--data.input_key question --data.output_key answer", {"prompt": "question", "completion": "answer"}),
+        ("--data.output_key answer", {"prompt": "input", "completion": "answer"}),
+        ("--data.input_key talk", {"messages": "talk"}),
+    ):
+        run = from_yaml(run_file(migrate_openrlhf(command + options, {}), "x"))
+        assert run["data"]["train"]["columns"] == columns
+
+
+def test_a_second_trainer_of_a_script_is_noted():
+    command = "python3 -m openrlhf.cli.train_{} --model.model_name_or_path m --data.dataset d\n"
+    migration = migrate_openrlhf(command.format("sft") + command.format("rm"), {})
+    assert "the script starts 2 trainers; this is the first: sft" in migration.notes
+
+
 def test_a_command_is_read_in_quotes_and_after_two_dashes(tmp_path, capsys):
     for place, words in enumerate(
         ([COMMAND, "RUN"], ["RUN", "--", *COMMAND.split()], ["RUN", "--", "bash", "-c", COMMAND])

@@ -266,3 +266,9 @@ def test_a_settings_file_of_the_command(tmp_path, capsys):
     assert "unknown: some_new_option=3" in capsys.readouterr().err
     assert main(["config", str(tmp_path / "run.yaml")]) == 0
     assert from_yaml((tmp_path / "run.yaml").read_text())["samples_per_step"] == 16
+
+
+def test_a_second_training_of_a_script_is_noted(tmp_path):
+    _, options, notes, _ = options_of_shell("trl dpo --beta 1\ntrl kto --beta 2\n", {}, tmp_path)
+    assert options == {"beta": 1}
+    assert notes == ["the script starts 2 trainings; this is the first: dpo"]

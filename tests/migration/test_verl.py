@@ -323,6 +323,31 @@ def test_a_supervised_run():
     assert run["run"]["epochs"] == 2
 
 
+@pytest.mark.parametrize(
+    ("launcher", "devices", "nodes"),
+    [
+        ("torchrun --standalone --nnodes=1 --nproc_per_node=4", 4, 1),
+        ("N=2; torchrun --nnodes $N --nproc-per-node $((N * 4)) --node_rank 0", 8, 2),
+    ],
+)
+def test_the_processes_of_torchrun_are_the_devices(launcher, devices, nodes):
+    _, run = of_script(f"{launcher} -m verl.trainer.sft_trainer data.train_files=/d/a.parquet model.path=m")
+    assert run["runtime"]["backend"] == {"name": "ray", "devices": devices, "nodes": nodes}
+    migration, _ = of_script("torchrun --nproc_per_node=$N -m verl.trainer.sft_trainer model.path=m")
+    assert any(one.startswith("--nproc_per_node is $N") for one in migration.undecided())
+
+
+def test_a_reward_model_beside_an_own_function_is_to_be_decided():
+    script = (
+        "python3 -m verl.trainer.main_ppo data.train_files=/d/a.parquet actor_rollout_ref.model.path=m "
+        "reward.custom_reward_function.path=r.py reward.reward_model.model_path=judge reward.reward_model.enable="
+    )
+    migration, _ = of_script(script + "True")
+    assert [one for one in migration.decisions if "judge" in one]
+    assert "reward.reward_model.enable" not in migration.dropped
+    assert not [one for one in of_script(script + "False")[0].decisions if "judge" in one]
+
+
 def test_settings_that_hydra_composed_are_read_too():
     launch = launch_of_yaml(
         "actor_rollout_ref: {model: {path: m}, rollout: {n: 4, name: vllm}, actor: {ppo_mini_batch_size: 16}}\n"

@@ -60,6 +60,7 @@ NAMES: Mapping[str, str] = {
     "normalize_reward": "reward.normalize_enable",
     "partial_rollout": "train.partial_rollout_enable",
     "prompt_data": "data.prompt_dataset",
+    "ref_pretrain": "ref.model_name_or_path",
     "remote_rm_url": "reward.remote_url",
     "reward_pretrain": "reward.model_name_or_path",
     "rollout_batch_size": "rollout.batch_size",

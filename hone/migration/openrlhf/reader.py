@@ -84,8 +84,11 @@ def migrate_openrlhf(text: str, variables: Mapping[str, str]) -> Migration:
         unread = "".join(f"\n{note}" for note in found.notes)
         raise ConfigError(f"the script starts no trainer of OpenRLHF (openrlhf.cli.{', '.join(MODULES)}){unread}")
     kind, words = launches[0]
+    notes = found.other_notes
+    if len(launches) > 1:
+        notes.append(f"the script starts {len(launches)} trainers; this is the first: {kind}")
     options = {NAMES.get(name, name): value for name, value in flags_of(words).items()}
-    migration = Migration(options, framework="OpenRLHF", notes=found.other_notes, decisions=list(found.choices))
+    migration = Migration(options, framework="OpenRLHF", notes=notes, decisions=list(found.choices))
     migration.put("kind", kind, "")
     _run(migration, kind)
     _data(migration, kind)
@@ -119,6 +122,9 @@ def _run(migration: Migration, kind: str) -> None:
         migration.put("model.path", path, "actor.model_name_or_path")
     else:
         migration.decide("no model is named; set model.path")
+    other = migration.text("ref.model_name_or_path") if kind in ("rl", "prefer") else ""
+    if other not in ("", "None", path):
+        migration.put("reference.model.path", other, "ref.model_name_or_path")
     trackers: list[dict[str, Any]] = [{"name": "console"}]
     if "logger.wandb.key" in migration or "logger.wandb.project" in migration:
         trackers.append(
@@ -164,8 +170,10 @@ def _rows(migration: Migration, key: str, name: str, split: str) -> None:
     if not name.endswith((".jsonl", ".parquet")):
         migration.put(f"{key}.source.name", "hf", "load_dataset")
         migration.put(f"{key}.source.split", split, "split")
+    kind = str(migration.settings["kind"].value)
+    whole = kind == "sft" and migration.text("data.output_key") in ("", "None")  # a column has whole conversations
     for option, column, default in (
-        ("data.input_key", "prompt", "input"),
+        ("data.input_key", "messages" if whole else "prompt", "input"),
         ("data.label_key", "ground_truth", ""),
         ("data.output_key", "completion", ""),
         ("data.chosen_key", "chosen", ""),
@@ -173,7 +181,7 @@ def _rows(migration: Migration, key: str, name: str, split: str) -> None:
         ("data.image_key", "images", ""),
     ):
         column_name = migration.text(option, default=default)
-        if column_name and column_name != column and (default == "" or "rl" in str(migration.settings["kind"].value)):
+        if column_name not in ("", "None", column) and (default == "" or kind in ("rl", "sft")):
             migration.put(f"{key}.columns.{column}", column_name, f"{option}={column_name}")
 
 

@@ -38,13 +38,14 @@ def options_of_shell(
         ConfigError: the script starts no training, or the file of `--config` cannot be read.
     """
     found = read_script(text, variables, [])
-    for words in found.commands:
-        for at, word in enumerate(words):
-            kind = _kind(words[at - 1] if at else "", word)
-            if kind:
-                notes, processes = _launcher(flags_of(words[:at]))
-                options = _with_file(flags_of(words[at + 1 :]), folder)
-                return kind, processes | options, [*found.other_notes, *notes], found.choices
+    launches = [one for words in found.commands if (one := _start(words))]
+    if launches:
+        kind, words, at = launches[0]
+        notes, processes = _launcher(flags_of(words[:at]))
+        if len(launches) > 1:
+            notes.append(f"the script starts {len(launches)} trainings; this is the first: {words[at]}")
+        options = _with_file(flags_of(words[at + 1 :]), folder)
+        return kind, processes | options, [*found.other_notes, *notes], found.choices
     known = ", trl ".join(COMMANDS)
     unread = "".join(f"\n{note}" for note in found.notes)
     raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py){unread}")
@@ -74,6 +75,15 @@ def _launcher(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     if not isinstance(ranks, int) or not isinstance(machines, int):
         return notes, {} if ranks is None else {"num_processes": ranks}
     return notes, {"num_processes": ranks * machines}
+
+
+def _start(words: list[str]) -> tuple[str, list[str], int] | None:
+    """Kind of the training that a command starts, the command, and the place that says so."""
+    for at, word in enumerate(words):
+        kind = _kind(words[at - 1] if at else "", word)
+        if kind:
+            return kind, words, at
+    return None
 
 
 def _kind(before: str, word: str) -> str:

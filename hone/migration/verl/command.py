@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hone.composition import ConfigError, from_yaml
+from hone.migration.flags import flags_of
 from hone.migration.shell.holes import hole, shown
 from hone.migration.shell.script import read_script
 
@@ -27,6 +28,9 @@ ENTRY_POINTS: Mapping[str, str] = {
     "verl.trainer.fsdp_sft_trainer": "sft",
 }
 """Module that a script starts -> kind of run."""
+
+LAUNCHER = ("nproc_per_node", "nnodes")
+"""Options of torchrun that say how many processes train."""
 
 MAX_DEPTH = 32
 """Levels of a YAML file, and of values that name others."""
@@ -123,6 +127,9 @@ def _options(words: Sequence[str], choices: list[str]) -> dict[str, Any]:
     """Options of a command line: Hydra's `key=value`, `+key=value`, `++key=value`, `~key`, and `--config-name`."""
     options: dict[str, Any] = {}
     start = next(place for place, word in enumerate(words) if _module([word]))
+    for name, number in flags_of(words[:start]).items():
+        if name in LAUNCHER and number != "":
+            options[f"--{name}"] = number[0] if isinstance(number, list) else number  # torchrun's own options
     for word, following in zip(words[start:], [*words[start + 1 :], ""], strict=True):
         flag, separator, value = word.partition("=")
         if flag == "--config-name":

@@ -114,12 +114,18 @@ def _foreign_code(migration: Migration) -> None:
 
 def _reward(migration: Migration, files: list[str]) -> None:
     _overlong(migration)
+    places = ("reward.reward_model.model_path", "reward_model.model.path", "reward.reward_model.model.path")
+    model = migration.text(*places)
+    judged = migration.truth("reward.reward_model.enable", "reward_model.enable") and model not in ("", "None")
     if _custom(migration):
+        if judged:
+            migration.decide(
+                f"verl serves the reward model {model} for the own reward function to ask: let it ask a server of "
+                "yours, or set reward.components.model.model.path, which adds the model's score",
+                *[name for name in places if name in migration],
+            )
         return
-    model = migration.text(
-        "reward.reward_model.model_path", "reward_model.model.path", "reward.reward_model.model.path"
-    )
-    if migration.truth("reward.reward_model.enable", "reward_model.enable") and model:
+    if judged:
         migration.put("reward.components.model.model.path", model, "reward.reward_model.model_path")
         return
     known = {reward for path in files for word, reward in REWARDS.items() if word in path.lower()}

@@ -59,12 +59,13 @@ def read(migration: Migration) -> None:
 
 def devices(migration: Migration, default: int) -> int:
     """Set nodes and devices of the trainer; returns their product."""
-    here = int(migration.number("trainer.n_gpus_per_node", default=default))
-    nodes = int(migration.number("trainer.nnodes", default=1))
+    names = ("--nproc_per_node", "trainer.n_gpus_per_node"), ("--nnodes", "trainer.nnodes")  # torchrun's come first
+    here, nodes = (int(migration.number(*both, default=one)) for both, one in zip(names, (default, 1), strict=True))
     if here * nodes > 1:
+        said = [next((name for name in both if name in migration), both[1]) for both in names]
         migration.put("runtime.backend.name", "ray", "several devices")
-        migration.put("runtime.backend.devices", here, f"trainer.n_gpus_per_node={here}")
-        migration.put("runtime.backend.nodes", nodes, f"trainer.nnodes={nodes}")
+        migration.put("runtime.backend.devices", here, f"{said[0]}={here}")
+        migration.put("runtime.backend.nodes", nodes, f"{said[1]}={nodes}")
     return here * nodes
 
 
