@@ -1,4 +1,5 @@
 """Reading of bash scripts without running them.
 
-`script` reads statements, `words` expands words, `arithmetic` computes, and `holes` marks what only running tells.
+`script` reads statements, `words` expands words, `arithmetic` computes,
+`conditions` tests, and `holes` marks what only running tells.
 """

@@ -73,7 +73,7 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class Variables:
-    """How an expression reads a variable, and sets one."""
+    """The ways in which an expression reads a variable and sets one."""
 
     value: Callable[[str], int]
     put: Callable[[str, int], None]

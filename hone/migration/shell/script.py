@@ -20,6 +20,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hone.migration.shell.arithmetic import Unknown
+from hone.migration.shell.conditions import holds
 from hone.migration.shell.holes import hole, holes, shown
 from hone.migration.shell.words import Scope, TooLong, Value, Words
 from hone.registry import CannotLoad
@@ -173,7 +174,7 @@ class _Script:
 
     def _command(self, node: Any) -> bool | None:
         words = []
-        if self._assigns_before(node):
+        if _assigns_before(node):
             self._only(node, "variable_assignment")
         for child in node.children:
             if child.type == "command_name":
@@ -220,16 +221,6 @@ class _Script:
             return None
         self._forget([word.partition("=")[0].rstrip("+-*/") for word in words[1:] if _NAME.match(word)])
         return None
-
-    @staticmethod
-    def _assigns_before(node: Any) -> bool:
-        """Return whether a command's assignments are a line of their own, which the parser takes for its beginning."""
-        set_ = [child for child in node.children if child.type == "variable_assignment"]
-        name = node.child_by_field_name("name")
-        if not set_ or name is None or name.start_point[0] == set_[-1].end_point[0]:
-            return False
-        between = node.text[set_[-1].end_byte - node.start_byte : name.start_byte - node.start_byte]
-        return b"\n" in between.replace(b"\\\n", b"")
 
     def _called(self, words: Sequence[str]) -> bool | None:
         own = list(self.scope.arguments)
@@ -360,7 +351,7 @@ class _Script:
         name = node.child_by_field_name("variable").text.decode()
         body = node.child_by_field_name("body")
         given = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte][1:]
-        words = [word for child in given for word in self._looped(child)]
+        words = [word for child in given for word in _looped(self.words, child)]
         if not any(child.type == "in" for child in node.children):
             words = list(self.scope.arguments)
         if any(holes(word) for word in words):
@@ -377,12 +368,12 @@ class _Script:
         condition = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte]
         until = node.children[0].type == "until"
         while True:
-            holds = self.block(condition)
-            if holds is None:
+            went_on = self.block(condition)
+            if went_on is None:
                 self._forget(_assigned(node))
                 self._note(node, "is not read")
                 return None
-            if holds == until:
+            if went_on == until:
                 return True
             if not self._round(body):
                 return True
@@ -400,16 +391,6 @@ class _Script:
             return jump.name == "continue"
         return True
 
-    def _looped(self, node: Any) -> list[str]:
-        """Words of a loop: those of a word, or the numbers of `{1..4}`."""
-        bounds = _RANGE.fullmatch(node.text.decode())
-        if bounds is None:
-            return self.words.fields(node)
-        first, last = int(bounds[1]), int(bounds[2])
-        if abs(last - first) > MAX_STATEMENTS:
-            raise TooLong(f"{bounds[0]} is more than {MAX_STATEMENTS:,} numbers")
-        return [str(one) for one in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
-
     # --------------------------------------------------------------------------------------------------- conditions
 
     def _test_command(self, node: Any) -> bool | None:
@@ -419,44 +400,7 @@ class _Script:
             except Unknown:
                 self._forget([found[1] or found[2] for found in _COUNTED.finditer(node.text.decode())])
                 return None
-        return self._condition(next(child for child in node.children if child.is_named))
-
-    def _condition(self, node: Any) -> bool | None:
-        """Truth of the inside of `[ ]` or `[[ ]]`; None if only running tells."""
-        named = [child for child in node.children if child.is_named]
-        if node.type == "parenthesized_expression":
-            return self._condition(named[0])
-        if node.type == "unary_expression":
-            sign = node.children[0].text.decode()
-            if sign == "!":
-                inner = self._condition(node.children[-1])
-                return None if inner is None else not inner
-            text = self.words.text(node.children[-1])
-            unset = text == "" or holes(text) == [node.children[-1].text.decode().strip('"')]
-            return {"-z": unset, "-n": not unset}.get(sign)
-        if node.type == "binary_expression":
-            return self._compared(node)
-        text = self.words.text(node)
-        return None if holes(text) else text != ""
-
-    def _compared(self, node: Any) -> bool | None:
-        left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
-        sign = node.child_by_field_name("operator").text.decode()
-        if sign in ("&&", "-a", "||", "-o"):
-            both, either = (self._condition(left), self._condition(right)), sign in ("||", "-o")
-            return either if either in both else None if None in both else not either
-        a, b = self.words.text(left), self.words.text(right)
-        if holes(a) or holes(b):
-            return None
-        if sign in ("=", "==", "!="):
-            test = node.parent
-            while test is not None and test.type != "test_command":
-                test = test.parent
-            globs = test is not None and test.children[0].type == "[["
-            same = bool(fnmatch.fnmatchcase(a, self.words.pattern(right)) if globs else a == b)
-            return same is (sign != "!=")
-        numbers = a.strip().lstrip("-").isdigit() and b.strip().lstrip("-").isdigit()
-        return _ORDER[sign](int(a), int(b)) if numbers and sign in _ORDER else None
+        return holds(self.words, next(child for child in node.children if child.is_named))
 
     def _note(self, node: Any, problem: str, unread: Any = None) -> None:
         """Note that a part of the script, `unread`, is left out."""
@@ -489,6 +433,27 @@ def _sentence(node: Any, problem: str, first: int) -> str:
     """A note about a node of a source that begins on the line `first` of the script."""
     line = node.text.decode().strip().partition("\n")[0]
     return f"line {node.start_point[0] + first}: `{line[:80]}` {problem}"
+
+
+def _assigns_before(node: Any) -> bool:
+    """Return whether a command's assignments are a line of their own, which the parser takes for its beginning."""
+    set_ = [child for child in node.children if child.type == "variable_assignment"]
+    name = node.child_by_field_name("name")
+    if not set_ or name is None or name.start_point[0] == set_[-1].end_point[0]:
+        return False
+    between = node.text[set_[-1].end_byte - node.start_byte : name.start_byte - node.start_byte]
+    return b"\n" in between.replace(b"\\\n", b"")
+
+
+def _looped(words: Words, node: Any) -> list[str]:
+    """Words of a loop: those of a word, or the numbers of `{1..4}`."""
+    bounds = _RANGE.fullmatch(node.text.decode())
+    if bounds is None:
+        return words.fields(node)
+    first, last = int(bounds[1]), int(bounds[2])
+    if abs(last - first) > MAX_STATEMENTS:
+        raise TooLong(f"{bounds[0]} is more than {MAX_STATEMENTS:,} numbers")
+    return [str(one) for one in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
 
 
 def _read_inside(script: _Script, words: Sequence[str], node: Any) -> None:
@@ -554,15 +519,6 @@ _BUILTINS = ("false", "shift", "eval", "source", ".", "let", "read", "mapfile", 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}")
 _COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
-
-_ORDER = {
-    "-eq": int.__eq__,
-    "-ne": int.__ne__,
-    "-lt": int.__lt__,
-    "-le": int.__le__,
-    "-gt": int.__gt__,
-    "-ge": int.__ge__,
-}
 
 _READ = frozenset(name.removeprefix("_") for name in vars(_Script) if name.startswith("_") and name[1] != "_")
 """Kinds of nodes that a method reads."""
