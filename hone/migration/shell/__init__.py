@@ -1,5 +1,5 @@
 """Reading of bash scripts without running them.
 
-`script` reads statements, `words` expands words, `arithmetic` computes,
-`conditions` tests, and `holes` marks what only running tells.
+`script` reads statements, `flow` chooses and repeats them, `words` expands words, `arithmetic` computes, `conditions`
+tests, `holes` marks what only running tells, and `found` has what was found.
 """

@@ -10,39 +10,20 @@ script's own text, or a note. A part that is not read and sets a variable of the
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
-from hone.migration.shell.arithmetic import Unknown
-from hone.migration.shell.conditions import holds
-from hone.migration.shell.holes import hole, holes, shown
-from hone.migration.shell.words import Scope, TooLong, Value, Words
+from hone.migration.shell.flow import MAX_STATEMENTS, Flow, Jump
+from hone.migration.shell.found import Commands, sentence_of
+from hone.migration.shell.holes import hole, shown
+from hone.migration.shell.words import Scope, TooLong, Value
 from hone.registry import CannotLoad
 
-MAX_STATEMENTS = 20_000
 MAX_DEPTH = 120
 """Functions within functions, and blocks within blocks."""
-
-
-@dataclass(slots=True)
-class Commands:
-    """Commands of a script in the order in which it starts them, and notes about what was not read."""
-
-    commands: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    choices: list[str] = field(default_factory=list)
-    """Those of the notes that can change what a command is given: a person has to decide them."""
-
-    @property
-    def other_notes(self) -> list[str]:
-        """The notes that are no choices."""
-        return [note for note in self.notes if not any(choice.startswith(note) for choice in self.choices)]
 
 
 def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Commands:
@@ -61,7 +42,7 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
     script = _Script(Scope(dict(variables), list(arguments)), source, parser.parse)
     try:
         script.block(parser.parse(source).root_node.children)
-    except _Jump:
+    except Jump:
         pass
     except (TooLong, RecursionError) as error:
         script.found.notes.append(f"reading ended early: {error}")
@@ -69,28 +50,14 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
     return script.found
 
 
-class _Jump(Exception):
-    """`exit`, `return`, `break` or `continue`: what follows is not run."""
-
-    def __init__(self, name: str, argument: str = "") -> None:
-        super().__init__(name)
-        self.name = name
-        self.succeeds = int(argument) == 0 if argument.isdigit() else None
-        self.levels = int(argument) if argument.isdigit() else 1
-
-
-class _Script:
+class _Script(Flow):
     def __init__(self, scope: Scope, source: bytes, parse: Callable[[bytes], Any]) -> None:
-        self.scope = scope
-        self.words = Words(scope, source, parse)
-        self.found = Commands()
-        self.uses = Counter(_USED.findall(source.decode()))
+        super().__init__(scope, source, parse)
         self.functions: dict[str, tuple[_Script, Any]] = {}
         self.locals: list[dict[str, Value | None]] = []
         """For each function that is being called: its local variables, with the values outside of it."""
         self.statements = 0
         self.depth = 0
-        self.line = 1  # on which the source begins in the script
 
     def block(self, nodes: Sequence[Any]) -> bool | None:
         """Read statements in order; returns whether the last one succeeded, or None if that cannot be told."""
@@ -161,11 +128,6 @@ class _Script:
             self._forget(names)
         return True
 
-    def _forget(self, names: Sequence[str]) -> None:
-        """Note that only running tells the values of variables."""
-        for name in names:
-            self.scope.put(name, hole(f"${name}"))
-
     def _variable_assignments(self, node: Any) -> bool:
         return bool(self._only(node, "variable_assignment"))
 
@@ -193,7 +155,7 @@ class _Script:
             self._note(node, "ends the script with an error; it is read as if it went on")
             return None
         if words[0] in _JUMPS:
-            raise _Jump(words[0], *words[1:2])
+            raise Jump(words[0], *words[1:2])
         if words[0] in _BUILTINS:
             return self._builtin(words, node)
         inside = _text_of_shell(words)
@@ -217,7 +179,7 @@ class _Script:
         if words[0] == "eval":
             return _read_evaluated(self, " ".join(words[1:]), node)
         if words[0] in ("source", "."):
-            self.found.notes.append(_sentence(node, "is another script, which is not read", self.line))
+            self.found.notes.append(sentence_of(node, "is another script, which is not read", self.line))
             return None
         self._forget([word.partition("=")[0].rstrip("+-*/") for word in words[1:] if _NAME.match(word)])
         return None
@@ -232,7 +194,7 @@ class _Script:
             nodes = [body] if body.type == "subshell" else body.children
             result: bool | None = where.block(nodes)
             return result
-        except _Jump as jump:
+        except Jump as jump:
             if jump.name != "return":
                 raise
             return jump.succeeds
@@ -255,7 +217,7 @@ class _Script:
         functions = dict(self.functions)
         try:
             return self.block(nodes)
-        except _Jump as jump:
+        except Jump as jump:
             return jump.succeeds
         finally:
             self.scope.variables.clear()
@@ -295,145 +257,6 @@ class _Script:
         result = self.block(node.children)
         return None if result is None else not result
 
-    # ------------------------------------------------------------------------------------------ choices and loops
-
-    def _list(self, node: Any) -> bool | None:
-        left, right = (child for child in node.children if child.is_named)
-        first = self.statement(left)
-        either = any(child.type == "||" for child in node.children)
-        if first is None:  # a command that is run: it is taken to succeed
-            self._choice(left, "is taken to succeed", right)
-            try:
-                return None if either else self.statement(right)
-            except _Jump as jump:
-                self._note(node, f"may end here ({jump.name}); it is read as if it went on")
-                return None
-        return self.statement(right) if first != either else first
-
-    def _if_statement(self, node: Any) -> bool | None:
-        branches: list[tuple[Any, list[Any]]] = []  # (the node that holds the condition, what follows `then`)
-        for holder in [node, *[child for child in node.children if child.type == "elif_clause"]]:
-            then = next(child for child in holder.children if child.type == "then")
-            body = [one for one in holder.children if one.start_byte >= then.end_byte]
-            branches.append((holder, [one for one in body if one.type not in ("elif_clause", "else_clause", "fi")]))
-        for holder, body in branches:
-            then = next(child for child in holder.children if child.type == "then")
-            condition = [one for one in holder.children if one.is_named and one.end_byte <= then.start_byte]
-            chosen = self.block(condition)
-            if chosen is None:
-                self._note(
-                    holder, "depends on a condition that only running tells; none of its branches is taken", node
-                )
-                return None
-            if chosen:
-                return self.block(body)
-        last = next((child for child in node.children if child.type == "else_clause"), None)
-        return True if last is None else self.block(last.children)
-
-    def _case_statement(self, node: Any) -> bool | None:
-        value = self.words.text(node.child_by_field_name("value"))
-        if holes(value):
-            self._note(node, f"chooses by {shown(value)}, which only running tells; no branch is taken")
-            return None
-        result: bool | None = True
-        falls = False
-        for item in (child for child in node.children if child.type == "case_item"):
-            end = next(child for child in item.children if child.type == ")")
-            patterns = [one for one in item.children if one.is_named and one.end_byte <= end.start_byte]
-            if falls or any(fnmatch.fnmatchcase(value, self.words.pattern(one)) for one in patterns):
-                result = self.block([one for one in item.children if one.start_byte >= end.end_byte])
-                falls = item.children[-1].type == ";&"
-                if item.children[-1].type not in (";&", ";;&"):
-                    break
-        return result
-
-    def _for_statement(self, node: Any) -> bool | None:
-        name = node.child_by_field_name("variable").text.decode()
-        body = node.child_by_field_name("body")
-        given = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte][1:]
-        words = [word for child in given for word in _looped(self.words, child)]
-        if not any(child.type == "in" for child in node.children):
-            words = list(self.scope.arguments)
-        if any(holes(word) for word in words):
-            self._note(node, "loops over values that only running tells; it is left out")
-            return None
-        for word in words:
-            self.scope.put(name, word)
-            if not self._round(body):
-                break
-        return True
-
-    def _while_statement(self, node: Any) -> bool | None:
-        body = node.child_by_field_name("body")
-        condition = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte]
-        until = node.children[0].type == "until"
-        while True:
-            went_on = self.block(condition)
-            if went_on is None:
-                self._forget(_assigned(node))
-                self._note(node, "is not read")
-                return None
-            if went_on == until:
-                return True
-            if not self._round(body):
-                return True
-
-    def _round(self, body: Any) -> bool:
-        """Read the body of a loop once; returns whether the loop goes on."""
-        try:
-            self.block(body.children)
-        except _Jump as jump:
-            if jump.name not in ("break", "continue"):
-                raise
-            if jump.levels > 1:
-                jump.levels -= 1
-                raise
-            return jump.name == "continue"
-        return True
-
-    # --------------------------------------------------------------------------------------------------- conditions
-
-    def _test_command(self, node: Any) -> bool | None:
-        if node.children and node.children[0].type == "((":
-            try:
-                return bool(self.words.computed(node))
-            except Unknown:
-                self._forget([found[1] or found[2] for found in _COUNTED.finditer(node.text.decode())])
-                return None
-        return holds(self.words, next(child for child in node.children if child.is_named))
-
-    def _note(self, node: Any, problem: str, unread: Any = None) -> None:
-        """Note that a part of the script, `unread`, is left out."""
-        self.found.notes.append(_sentence(node, problem, self.line))
-        self._choice(node, problem, unread or node)
-
-    def _choice(self, node: Any, problem: str, unread: Any) -> None:
-        """Note a choice if `unread` sets variables that the rest of the script uses."""
-        assigned, inside = _assigned(unread), Counter(_USED.findall(unread.text.decode()))
-        names = [name for name in assigned if self.uses[name] > inside[name]]
-        if not names:
-            return
-        asked = [
-            name
-            for name in _USED.findall(_sentence(node, "", self.line))
-            if name not in assigned and self._is_unset(name)
-        ]
-        ways = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(asked))
-        self.found.choices.append(
-            f"{_sentence(node, problem, self.line)}, and {', '.join(names)} may have another value: "
-            + (f"give {ways}" if ways else "compare what depends on it with the script")
-        )
-
-    def _is_unset(self, name: str) -> bool:
-        value = self.scope.get(name)
-        return value is None or (isinstance(value, str) and bool(holes(value)))
-
-
-def _sentence(node: Any, problem: str, first: int) -> str:
-    """A note about a node of a source that begins on the line `first` of the script."""
-    line = node.text.decode().strip().partition("\n")[0]
-    return f"line {node.start_point[0] + first}: `{line[:80]}` {problem}"
-
 
 def _assigns_before(node: Any) -> bool:
     """Return whether a command's assignments are a line of their own, which the parser takes for its beginning."""
@@ -443,17 +266,6 @@ def _assigns_before(node: Any) -> bool:
         return False
     between = node.text[set_[-1].end_byte - node.start_byte : name.start_byte - node.start_byte]
     return b"\n" in between.replace(b"\\\n", b"")
-
-
-def _looped(words: Words, node: Any) -> list[str]:
-    """Words of a loop: those of a word, or the numbers of `{1..4}`."""
-    bounds = _RANGE.fullmatch(node.text.decode())
-    if bounds is None:
-        return words.fields(node)
-    first, last = int(bounds[1]), int(bounds[2])
-    if abs(last - first) > MAX_STATEMENTS:
-        raise TooLong(f"{bounds[0]} is more than {MAX_STATEMENTS:,} numbers")
-    return [str(one) for one in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
 
 
 def _read_inside(script: _Script, words: Sequence[str], node: Any) -> None:
@@ -491,19 +303,6 @@ def _text_of_shell(words: Sequence[str]) -> Sequence[str]:
     return []
 
 
-def _assigned(node: Any) -> list[str]:
-    """Names of the variables that a part of a script sets, each once."""
-    found: dict[str, None] = {}
-    left = [node]
-    while left:
-        one = left.pop()
-        left.extend(reversed(one.children))
-        if one.type in ("variable_assignment", "for_statement"):
-            name = one.child_by_field_name("name") or one.child_by_field_name("variable")
-            found[name.text.decode().partition("[")[0]] = None
-    return list(found)
-
-
 def _appended(old: Value | None, new: Value) -> Value:
     if isinstance(old, list) or isinstance(new, list):
         first = old if isinstance(old, list) else [old] if old else []
@@ -511,14 +310,9 @@ def _appended(old: Value | None, new: Value) -> Value:
     return (old or "") + new
 
 
-_USED = re.compile(r"\$\{?#?([A-Za-z_]\w*)")
-"""Use of a variable."""
-
 _JUMPS = ("exit", "return", "break", "continue")
 _BUILTINS = ("false", "shift", "eval", "source", ".", "let", "read", "mapfile", "readarray", "getopts")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}")
-_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
 
-_READ = frozenset(name.removeprefix("_") for name in vars(_Script) if name.startswith("_") and name[1] != "_")
+_READ = frozenset(name.removeprefix("_") for name in dir(_Script) if name.startswith("_") and name[1] != "_")
 """Kinds of nodes that a method reads."""
