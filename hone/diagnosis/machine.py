@@ -8,7 +8,7 @@ from itertools import accumulate
 from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
-from hone.diagnosis.trends import RECENT, Curve, Point
+from hone.diagnosis.trends import RECENT, Curve
 from hone.tracking.base import FAILURE_FILE
 from hone.tracking.report.prediction import resident
 from hone.tracking.report.rundata import HELD, IN_PHASE, cause_of
@@ -23,6 +23,7 @@ WAITS, IDLE = 0.5, 0.4
 """Shares of the time: a trainer that waits for more has a slow partner, a server that works for less idles."""
 SLOW_RANK = 0.7
 """The same of a rank: all ranks wait for it in every layer."""
+TRAINED = {"train": "trained model", "process_reward": "process reward model"}
 
 
 def is_of_memory(text: str) -> bool:
@@ -182,22 +183,28 @@ def replica_is_slow(run: Evidence) -> Iterator[Finding]:
 
 def rank_is_slow(run: Evidence) -> Iterator[Finding]:
     """One rank does its own work in training far more slowly than the others, which wait for it."""
-    for name in [one for one in run.names("perf/") if one.endswith("/slowest_rank_speed")]:
-        which = {step: int(number) for step, number in run.curve(name.removesuffix("_speed"))}
-        number = mode(list(which.values())[-RECENT:] or [0])
-        own = Curve(Point(step, x if which.get(step) == number else 1.0) for step, x in run.curve(name)).smooth()
-        start = own.since([share < SLOW_RANK for _, share in own])
-        slow = [share for step, share in own if start is not None and step >= start]
-        if len(slow) < RECENT:
+    roles: dict[str, dict[str, Curve]] = {}
+    for name in run.names("perf/"):
+        if "/rank_speed/" in name and run.curve(name):
+            roles.setdefault(name.split("/")[1], {})[name] = run.curve(name)
+    for role, curves in roles.items():
+        newest = max(curve[-1].step for curve in curves.values())
+        found = []
+        for name, curve in curves.items():
+            start = curve.since([share < SLOW_RANK for _, share in curve.smooth()])
+            slow = [share for step, share in curve if start is not None and step >= start]
+            if len(slow) >= RECENT and curve[-1].step > newest - RECENT:  # the run may have fewer ranks than before
+                found.append((median(slow), start, name))
+        if not found:
             continue
-        role = name.split("/")[1].replace("train", "actor")
+        share, start, name = min(found)
+        number = name.rpartition("/")[2]
+        model = TRAINED.get(role, role)
         tries = (
             f"look at the clock, the temperature and other processes of the device and the cores of rank {number}",
             f"a trace of one step of it: profile.steps=STEP profile.ranks={number}",
         )
-        seen = (
-            f"rank {number} of the {role} computes at {median(slow):.0%} of the speed of the others since step {start}"
-        )
+        seen = f"rank {number} of the {model} computes at {share:.0%} of the speed of the others since step {start}"
         meaning = "All ranks wait for it in every layer: a shared, throttled or failing device, or too few cores."
         yield Finding("hurts", "a rank is slow", seen, meaning, tries, (name,))
 

@@ -69,8 +69,12 @@ def _optimizer(role: str, model: str) -> tuple[Described, ...]:
         Described(
             f"{role}/skipped_steps", "steps", SUM, f"optimizer steps of {model} skipped for a non-finite gradient"
         ),
-        Described(f"perf/{role}/slowest_rank", "", MAX, f"number of the rank that computes {model} most slowly"),
-        Described(f"perf/{role}/slowest_rank_speed", "share", MIN, "its speed over the median of the others"),
+        Described(
+            f"perf/{role}/rank_speed/<rank>",
+            "share",
+            MEAN,
+            f"speed of a rank (from 0) in {model} over the others' median",
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """Speed of each rank at its own work: ranks wait for each other in every layer, so the time of a step names none.
 
     layer's forward:  gather its weights (waits for the others) | its own work, which is timed | give the weights back
-    train_batch:      its tokens / seconds of this work, the median of all layers and micro-batches
-                      --exchange--> the slowest rank, and its share of the others' speed
+    train_batch:      its tokens / seconds of this work, over all layers and micro-batches
+                      --exchange--> the speed of every rank, as a share of the others' median
 
 Ranks that share a layer (tensor, sequence and expert parallel) wait for each other inside it, and have equal speeds.
 Engines whose layers are not those of transformers are not timed.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -26,16 +27,20 @@ from hone.types import Batch, Metric, Metrics
 
 SLICES_S = {"cpu": 0.004}
 """Device -> the shortest forward that is compared: a shorter one takes as long as the slices of other processes."""
+FULL = 0.25
+"""Forwards with fewer tokens, as a share of the rank's largest, are left out: fillers of a rank without work, ends."""
+ALIKE = 1.1
+"""How far a rank's cost of a token may be from the median: the costs assume full attention, which a model may lack."""
 
 
 class Pace:
-    """Times the forwards of a model's layers, those that a backward repeats included."""
+    """Times the forwards of a model's layers, without those that a backward repeats: these stop inside the layer."""
 
     def __init__(self, engine: Any, device: str) -> None:
         """`engine` has its model; `device` is torch's name of its kind of device."""
         model = getattr(engine, "model", None)
         self._on = False
-        self._begun: list[Any] = []  # of layers that run: one may be inside another
+        self._begun: dict[nn.Module, Any] = {}  # the last begin of each layer: one that is repeated has no end
         self._timed: list[tuple[int, Any, Any]] = []  # tokens, fewer than the batch's where answers share their prompt
         self._least_s = SLICES_S.get(device, 0.0)
         self._events = None if device == "cpu" else torch.get_device_module(device)
@@ -44,15 +49,15 @@ class Pace:
             layer.register_forward_pre_hook(self._begin)
             layer.register_forward_hook(self._end, prepend=True)
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, layer: nn.Module, inputs: Any) -> None:
         if self._on:
-            self._begun.append(self._now())
+            self._begun[layer] = self._now()
 
     def _end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         if not self._on:
             return
         hidden = output[0] if isinstance(output, tuple) else output
-        self._timed.append((hidden.numel() // hidden.shape[-1], self._begun.pop(), self._now()))
+        self._timed.append((hidden.numel() // hidden.shape[-1], self._begun[layer], self._now()))
 
     def _now(self) -> Any:
         """The time, or on a device an event in the queue of its work: the host runs ahead of the device."""
@@ -62,23 +67,27 @@ class Pace:
         event.record()
         return event
 
-    def start(self) -> None:
-        """Time the forwards from now on, until `slowest`."""
-        self._timed.clear()
-        self._begun.clear()  # of a step that failed
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time the forwards of the block, for `speeds`."""
+        self._timed.clear()  # of a step that failed
         self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+            self._begun.clear()
 
-    def slowest(self, batch: Batch, equal_cost_length: float | None) -> Metrics:
-        """The slowest rank, and its share of the others' speed; `batch` is what this rank worked on since `start`.
+    def speeds(self, batch: Batch, equal_cost_length: float | None) -> Metrics:
+        """The speed of each rank, relative to the others; `batch` is this rank's part of the work in `timing`.
 
-        Every rank has to call this. Empty if fewer than two ranks have worked.
+        Every rank has to call this. Empty if fewer than two ranks can be compared.
         """
-        self._on = False
         a_token = sum(sequence_costs(batch, equal_cost_length)) / max(batch.num_tokens, 1)  # more in long sequences
-        timed = [(tokens, self._seconds(*span)) for tokens, *span in self._timed]
-        speeds = [tokens * a_token / seconds for tokens, seconds in timed if seconds > self._least_s]
-        own = median(speeds) if speeds and a_token else None
-        return slowest_of([json.loads(one) for one in ranks.exchange(json.dumps(own).encode())])
+        tokens_per_s = speed_of([(tokens, self._seconds(*span)) for tokens, *span in self._timed], self._least_s)
+        self._timed.clear()
+        own = (tokens_per_s * a_token, a_token)
+        return shares_of([json.loads(one) for one in ranks.exchange(json.dumps(own).encode())])
 
     def _seconds(self, begun: Any, ended: Any) -> float:
         return float(ended - begun if self._events is None else begun.elapsed_time(ended) / 1000)
@@ -91,14 +100,27 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in text.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def slowest_of(speeds: Sequence[float | None]) -> Metrics:
-    """Metrics of the rank with the lowest speed; None: a rank that had nothing to do."""
-    known = {rank: one for rank, one in enumerate(speeds) if one is not None}
+def speed_of(timed: Sequence[tuple[int, float]], least_s: float = 0.0) -> float:
+    """Tokens per second of forwards, each with its tokens and seconds; 0 if a forward takes `least_s` or less."""
+    largest = max((tokens for tokens, _ in timed), default=0)
+    full = [(tokens, seconds) for tokens, seconds in timed if tokens >= FULL * largest]
+    total = sum(seconds for _, seconds in full)
+    return sum(tokens for tokens, _ in full) / total if total > least_s * len(full) else 0.0
+
+
+def shares_of(ranks_work: Sequence[tuple[float, float]]) -> Metrics:
+    """Metrics of all ranks from their speed and their cost of a token; both are 0 for a rank that had nothing to do.
+
+    A rank whose cost of a token is far from the others' is left out: it has far longer or shorter sequences.
+    """
+    usual = median([cost for speed, cost in ranks_work if speed * cost > 0] or [0.0])
+    known = {
+        rank: speed
+        for rank, (speed, cost) in enumerate(ranks_work)
+        if speed * cost > 0 and usual / ALIKE <= cost <= usual * ALIKE
+    }
     if len(known) < 2:
         return {}
-    slowest = min(known, key=lambda rank: known[rank])
-    share = known[slowest] / median(one for rank, one in known.items() if rank != slowest)
-    return {
-        "perf/train/slowest_rank": Metric.max(slowest),
-        "perf/train/slowest_rank_speed": Metric.min(share),
-    }
+    others = {rank: median(one for other, one in known.items() if other != rank) for rank in known}
+    # means, so that the optimizer steps of one trainer step count alike
+    return {f"perf/train/rank_speed/{rank}": Metric.mean(known[rank] / others[rank]) for rank in known}

@@ -130,12 +130,11 @@ class TrainWorker:
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""
-        if self._pace is not None:
-            self._pace.start()
-        metrics = self.engine.train_batch(batch, loss)
+        with nullcontext() if self._pace is None else self._pace.timing():
+            metrics = self.engine.train_batch(batch, loss)
         if self._platform.device != "cpu":  # or the optimizer's time on the device counts in the next phase
             self._platform.synchronize()
-        return metrics if self._pace is None else metrics | self._pace.slowest(batch, self.equal_cost_length)
+        return metrics if self._pace is None else metrics | self._pace.speeds(batch, self.equal_cost_length)
 
     def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset(), adapter: bool = True) -> ModelOutput:
         """Log-probs (language model) or values (value model) of every token, and the outputs in `needs`; each [T].

@@ -47,5 +47,5 @@ def test_a_rank_whose_device_is_shared(tmp_path):
     (told,) = [one for one in read_findings(tmp_path / "run") if one["title"] == "a rank is slow"]
     assert told["step"] > ALONE
     found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
-    said = r"rank 1 of the actor computes at \d\d?% of the speed of the others since step \d+"
+    said = r"rank 1 of the trained model computes at \d\d?% of the speed of the others since step \d+"
     assert re.fullmatch(said, found["a rank is slow"].seen)
