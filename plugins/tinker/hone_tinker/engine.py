@@ -83,7 +83,7 @@ class ServiceEngine:
         self._base_model = backend.base_model or str(self._spec.model.path)
         if self._schedule is None:
             return
-        LOG.info(
+        LOG.warning(
             "the service at %s shows no digest of its weights: each new snapshot is compared with the trainer by "
             "log-probs instead, and the run stops if it answers like an older one",
             backend.url,

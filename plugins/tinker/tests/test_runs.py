@@ -54,7 +54,7 @@ def train(path, *overrides, command="train"):
 def test_a_run_on_a_service_has_the_figures_of_a_run_in_one_process(run_file, server, key, changes, caplog):
     steps = {"run": {"steps": 3}}
     here = figures(train(run_file("here", **steps, **changes)))
-    with caplog.at_level("INFO", logger="hone.tinker"):
+    with caplog.at_level("WARNING", logger="hone.tinker"):  # what a run shows
         there = figures(train(run_file("there", server.url, **steps, **changes)))
     assert caplog.text.count("shows no digest of its weights") == 1
     assert len(here) == 4
