@@ -64,7 +64,10 @@ class Evidence:
 
     @property
     def is_solved(self) -> bool:
-        """Return whether nearly all recent answers were right: of high reward, and of the highest."""
+        """Return whether nearly all recent answers were right: of a high reward, and of the highest.
+
+        Below a highest reward of 1 it is False: full rewards of such a task look like rewards for a part of one.
+        """
         mean, most = (self.curve(f"reward/{name}").last(RECENT) for name in ("mean", "max"))
         return bool(mean and most) and mean.level() > 0.8 * max(most.level(), 1.0)
 

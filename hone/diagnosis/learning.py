@@ -221,7 +221,9 @@ def evaluation_falls(run: Evidence) -> Iterator[Finding]:
         best = max(held_out, key=lambda point: point.value)
         last = held_out[-1]
         bound = best.value - 0.1 * max(abs(best.value), 0.1)
-        if best.step < held_out[-2].step and bound > held_out[-2].value >= last.value:  # one fall may be chance
+        low = min(point.value for point in held_out if point.step >= best.step)
+        has_fallen = max(held_out[-2].value, last.value) < bound  # twice: one fall may be chance
+        if has_fallen and last.value < (best.value + low) / 2:  # it has not recovered half of the fall
             which = f"checkpoint near step {best.step}" if best.step else "model before training"
             tries = (
                 f"the {which} is the best one (checkpoint.keep_best)",

@@ -208,6 +208,7 @@ NO_FAULTS = {
         {"algorithm": {"advantage": {"name": "gae"}}},
     ),
     "one held-out score below the best": ({"eval/test/reward": [*rising(0.1, 0.7)[:19], 0.3]}, {}),
+    "held-out scores that have recovered half of a fall": ({"eval/test/reward": [*[0.9] * 17, 0.3, 0.6, 0.62]}, {}),
     "held-out scores that rise again": ({"eval/test/reward": [0.9, 0.2, *rising(0.2, 0.8)[2:]]}, {}),
     "a machine that was busy for five steps": ({"perf/tokens_per_s": [1000.0] * 15 + [300.0] * 5}, {}),
     "first steps without old weights": ({"correction/mean_abs_difference": [0.0] * 3 + [0.06] * 17}, {}),
@@ -218,6 +219,13 @@ NO_FAULTS = {
 def test_no_finding_for(what, tmp_path):
     metrics, settings = NO_FAULTS[what]
     assert titles(run_folder(tmp_path, HEALTHY | metrics, settings=SETTINGS | settings)) == {}
+
+
+@pytest.mark.parametrize("end", [[0.9, 0.7, 0.5, 0.4, 0.3, 0.31], [0.9, 0.7, 0.5, 0.3, 0.2, 0.21]])
+def test_held_out_scores_that_fell_far_and_rise_a_little_have_fallen(end, tmp_path):
+    folder = run_folder(tmp_path, HEALTHY | {"eval/test/reward": [*rising(0.1, 0.8)[:14], *end]})
+    (found,) = titles(folder).values()
+    assert found.seen.startswith(f"eval/test/reward 0.9 at step 15, {end[-1]} at step 20")
 
 
 def test_a_model_that_was_best_before_training_has_no_checkpoint(tmp_path):
