@@ -53,6 +53,7 @@ class Replica:
     revival: asyncio.Task[None] | None = None
     idle_s: float = 0.0  # without a request, since the last call of `idle`
     idle_since: float = field(default_factory=time.monotonic)  # while it has none
+    silent_s: float = 0.0  # with requests and without a token, until the last call of `speed`
 
     def begin(self, request: PendingRequest) -> None:
         if not self.running:
@@ -76,6 +77,19 @@ class Replica:
             found += now - self.idle_since
         self.idle_s, self.idle_since = 0.0, now
         return found
+
+    def speed(self, tokens: float, open_s: float, seconds: float) -> float | None:
+        """Tokens per second with a request, where it had one for `open_s` of so many seconds; None: unknown.
+
+        Some servers count tokens when their answer ends, so no token is a speed of 0 from the second time in a row.
+        """
+        before, self.silent_s = self.silent_s, 0.0
+        if tokens:
+            return tokens / max(before + open_s, SHORTEST_S)
+        if open_s <= seconds / 2:
+            return None
+        self.silent_s = before + open_s
+        return 0.0 if before else None
 
     @property
     def version(self) -> int:
@@ -308,9 +322,11 @@ class ReplicaPool:
         restarted, self._restarted = self._restarted, 0
         now = time.monotonic()
         seconds, self._counted_since = now - self._counted_since, now
-        idle = [one.idle(now) for one in self.members if not one.lent]
+        replicas = [one for one in self.members if not one.lent]
+        idle = [one.idle(now) for one in replicas]
         idle_s = mean(idle or [0.0])
-        own = [one.engine.metrics() for one in self.members if not one.lent]
+        own = [one.engine.metrics() for one in replicas]
+        figures = zip(replicas, own, idle, strict=True)
         lent = [one.engine.metrics() for one in self.members if one.lent]
         return {
             **merge_metrics(*own, *lent, *({"rollout/lent_tokens": one["rollout/tokens"]} for one in lent)),
@@ -318,18 +334,17 @@ class ReplicaPool:
             "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
             "rollout/replicas_serving": Metric.min(sum(one.state in ("serving", "updating") for one in self.members)),
             "rollout/replica_restarts": Metric.sum(restarted),
-            **_slowest([one["rollout/tokens"].value for one in own], [seconds - one for one in idle]),
+            **_slowest([one.speed(found["rollout/tokens"].value, seconds - s, seconds) for one, found, s in figures]),
         }
 
 
-def _slowest(tokens: Sequence[float], open_s: Sequence[float]) -> Metrics:
-    """The replica with the lowest speed, and its share of the median speed; empty if fewer than two have generated.
+def _slowest(speeds: Sequence[float | None]) -> Metrics:
+    """The replica with the lowest speed, and its share of the others' median; empty if fewer than two speeds are known.
 
-    `open_s` is the time in which each had a request here: a server's own clock misses a process that is stopped.
+    Speeds are by the time with requests here: a server's own clock misses a process that is stopped.
     """
-    pairs = enumerate(zip(tokens, open_s, strict=True))
-    known = {number: count / max(own_s, SHORTEST_S) for number, (count, own_s) in pairs if count}
-    if len(known) < 2:
+    known = {number: speed for number, speed in enumerate(speeds) if speed is not None}
+    if len(known) < 2 or not any(known.values()):
         return {}
     slowest = min(known, key=lambda number: known[number])
     share = known[slowest] / max(median(one for number, one in known.items() if number != slowest), SHORTEST_S)

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from hone.deadline import Deadline
+from hone.processes.restarts import Restarts
 from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.pending import PendingRequest
+from hone.rollout.replicas import Replica
 from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.schedule.replay import ReplayError
@@ -149,6 +151,32 @@ def test_utilisation_is_the_share_of_the_time_with_requests(fleet, finish):
     finish(router.generate(GenerationRequest("r", (9, 10), WANTED)))
     assert 0 < router.metrics()["perf/rollout_utilisation"].value <= 0.5, "the other replica had no request"
     assert router.metrics()["perf/rollout_utilisation"].value == 0
+
+
+def test_a_replica_that_has_a_request_and_twice_no_token_is_the_slowest(fleet, finish):
+    router, (stuck, _) = fleet(2, requests_per_replica=1)
+
+    async def story():
+        await stuck.engine.pause()
+        router.metrics()
+        waiting, found = asyncio.create_task(router.generate(GenerationRequest("r", (9, 10), WANTED))), []
+        await steps()
+        for number in range(2):
+            await router.generate(GenerationRequest(f"1/{number}/0/0", (9, 10), WANTED))
+            found.append(router.metrics())
+        await stuck.engine.resume()
+        await waiting
+        return found
+
+    first, second = finish(story())
+    assert "perf/slowest_replica" not in first, "its answer may be longer than a step"
+    assert (second["perf/slowest_replica"].value, second["perf/slowest_replica_speed"].value) == (0, 0.0)
+
+
+def test_tokens_that_count_when_their_answer_ends_are_of_the_time_since_it_began():
+    replica = Replica(None, "replica", Restarts(1, 1.0))
+    assert [replica.speed(*figures) for figures in ((0, 8, 10), (0, 8, 10), (32, 16, 20))] == [None, 0.0, 1.0]
+    assert [replica.speed(*figures) for figures in ((0, 2, 10), (30, 10, 10))] == [None, 3.0], "it had little to do"
 
 
 def test_a_replica_that_is_receiving_weights_counts_as_one_that_serves(fleet, finish):
