@@ -195,7 +195,10 @@ def _generate(
 ) -> None:
     """Answers of two lengths, few and many at a time; their difference is that of the decode steps.
 
-    Many are timed after a longer prompt, too: what a decode step takes more is for the columns of the KV cache.
+    Many are timed after a longer prompt, too: what a decode step takes more is for the columns of the KV cache. Prompts
+    of these two timings are all the same, so that they are prefilled once: a decode step of the built-in engine reads
+    each answer's own row of the cache. Experts see more kinds of tokens in unlike prompts, so no timing of these is
+    compared with one of the same prompts. A model of few positions has shorter answers, and no longer prompt.
     """
     platform, settings = current_platform(), config.rollout.builtin
     dtype = compute_dtype(config.actor.compute_dtype, platform) if settings.dtype == "auto" else settings.dtype
@@ -205,19 +208,26 @@ def _generate(
     engine = BuiltinEngine(BuiltinSettings(dtype=chosen, slots=MOST_ROWS), architecture, device=platform.torch_device())
     timings["sync"][layers, 1] = _sync_s(config.actor.lora, worker, engine, DTYPES[dtype])
     vocabulary = architecture.get_text_config().vocab_size
-    prompt = min(max(round(config.rollout.sampling.max_response_tokens / 2), 8), engine.longest - LONG)
-    far = min(prompt + FARTHER, engine.longest - LONG)
-    step_s = {}
-    for rows, before, unlike in ((FEW_ROWS, prompt, 7), (MOST_ROWS, prompt, 7), (MOST_ROWS, far, 0)):
-        short, long = (_seconds(partial(_answer, engine, vocabulary, rows, before, unlike, n)) for n in (SHORT, LONG))
-        step_s[rows, before] = max((long - short) / (LONG - SHORT), 0.0)
-        if unlike:
-            timings["prefill"][layers, rows * prompt] = max(short - SHORT * step_s[rows, before], 0.0)
-    more = _columns(far) - _columns(prompt)
-    column = max(step_s[MOST_ROWS, far] - step_s[MOST_ROWS, prompt], 0.0) / MOST_ROWS / more if more else 0.0
+    long = min(LONG, engine.longest // 2)
+    steps = range(min(SHORT, long // 2), long)
+    prompt = min(max(round(config.rollout.sampling.max_response_tokens / 2), 8), engine.longest - long)
+    far = min(prompt + FARTHER, engine.longest - long)
+
+    def times(rows: int, before: int, unlike: int) -> tuple[float, float]:
+        """Seconds of a decode step, and of the prefill."""
+        answer = partial(_answer, engine, vocabulary, rows, before, unlike)
+        short_s, long_s = (_seconds(partial(answer, tokens)) for tokens in (steps.start, steps.stop))
+        step_s = max((long_s - short_s) / len(steps), 0.0)
+        return step_s, max(short_s - steps.start * step_s, 0.0)
+
+    more, column = _columns(far, steps) - _columns(prompt, steps), 0.0
+    if more:
+        near_s, far_s = (times(MOST_ROWS, before, 0)[0] for before in (prompt, far))
+        column = max(far_s - near_s, 0.0) / MOST_ROWS / more
     timings["attention"][layers, 1] = column
     for rows in (FEW_ROWS, MOST_ROWS):
-        timings["decode"][layers, rows] = max(step_s[rows, prompt] - column * rows * _columns(prompt), 0.0)
+        step_s, timings["prefill"][layers, rows * prompt] = times(rows, prompt, 7)
+        timings["decode"][layers, rows] = max(step_s - column * rows * _columns(prompt, steps), 0.0)
 
 
 def _sync_s(lora: LoraConfig | None, worker: TrainWorker, engine: BuiltinEngine, dtype: torch.dtype) -> float:
@@ -238,9 +248,9 @@ def _sync_s(lora: LoraConfig | None, worker: TrainWorker, engine: BuiltinEngine,
     return _seconds(send)
 
 
-def _columns(prompt: int) -> float:
+def _columns(prompt: int, steps: range) -> float:
     """Columns of the cache that a timed decode step reads for a row, on average."""
-    return sum(rounded(prompt + done, COLUMN_STEP) for done in range(SHORT, LONG)) / (LONG - SHORT)
+    return sum(rounded(prompt + done, COLUMN_STEP) for done in steps) / len(steps)
 
 
 def _answer(engine: BuiltinEngine, vocabulary: int, rows: int, prompt: int, unlike: int, tokens: int) -> None:

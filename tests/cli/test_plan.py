@@ -8,7 +8,7 @@ import pytest
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.planner.devices import known_devices
-from tests.trainers.tiny import recipe
+from tests.trainers.tiny import BASE, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/quickstart/grpo.yaml"  # 64 prompts x 16 answers of at most 6 tokens
@@ -121,10 +121,11 @@ def test_what_makes_no_plan_is_refused(arguments, says, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("actor", [{}, {"lora": {"rank": 2}}])
-def test_a_machine_is_calibrated_also_for_a_vocabulary_of_few_tokens(actor, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("actor", "positions"), [({}, 32), ({"lora": {"rank": 2}}, 16)])
+def test_a_machine_is_calibrated_also_for_few_tokens_and_positions(actor, positions, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HONE_DEVICE_FACTS", str(tmp_path / "mine.yaml"))
-    code, found = planned(capsys, recipe(tmp_path, {"actor": actor}), "--calibrate")  # 12 tokens
+    model = {"build": BASE["model"]["build"] | {"max_positions": positions}}
+    code, found = planned(capsys, recipe(tmp_path, {"actor": actor, "model": model}), "--calibrate")  # 12 tokens
     assert (code, found["fits"]) == (0, True)
     assert "hone plan --calibrate" in found["device"]
     (facts,) = known_devices()["cpu"].calibrated.values()
