@@ -235,7 +235,7 @@ class Rotten(RowDigest):
         return found
 
 
-def test_weights_that_change_after_a_sync_beside_a_router_and_another_precision(tmp_path, monkeypatch):
+def test_weights_that_change_after_a_sync_of_a_model_with_a_router_and_another_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(in_process, "RowDigest", Rotten)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     apart = {

@@ -17,7 +17,7 @@ from tests.trainers.tiny import fine_tune
 ALONE, STEPS = 9, 22
 
 
-def beside_other_work(path):
+def train_with_other_work(path):
     """Train on this rank; rank 1 also multiplies other matrices in its MLP, when it has trained `ALONE` steps."""
     other, steps = torch.randn(512, 512), []
 
@@ -43,7 +43,7 @@ def test_a_rank_whose_device_is_shared(tmp_path):
         evaluation={},
         checkpoint={"every_steps": 1000},
     )
-    run_ranks(2, beside_other_work, path)
+    run_ranks(2, train_with_other_work, path)
     (told,) = [one for one in read_findings(tmp_path / "run") if one["title"] == "a rank is slow"]
     assert told["step"] > ALONE
     found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
