@@ -66,6 +66,52 @@ def test_names_without_dots_are_those_before_0_10():
     assert migration.unknown == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "backend", "decided"),
+    [
+        (
+            "--vllm.num_engines 4 --vllm.tensor_parallel_size 2",
+            {"name": "ray", "devices": 8, "nodes": 1, "pools": {"rollout": {"devices": 8, "nodes": 1}}},
+            0,
+        ),
+        (
+            "--vllm.num_engines 1 --actor.num_gpus_per_node 1",
+            {"name": "ray", "devices": 1, "nodes": 1, "pools": {"rollout": {"devices": 1, "nodes": 1}}},
+            0,
+        ),
+        (
+            "--vllm.num_engines 6 --vllm.tensor_parallel_size 2",
+            {"name": "ray", "devices": 8, "nodes": 1, "pools": {"rollout": {"devices": 6, "nodes": 2}}},
+            0,
+        ),
+        (
+            "--vllm.num_engines 1 --vllm.tensor_parallel_size 16",
+            {"name": "ray", "devices": 8, "nodes": 1, "pools": {"rollout": {"devices": 8, "nodes": 2}}},
+            0,
+        ),
+        ("--vllm.num_engines 9", {"name": "ray", "devices": 8, "nodes": 1}, 1),
+        ("--vllm.num_engines 8 --train.colocate_all", {"name": "ray", "devices": 8, "nodes": 1}, 0),
+        ("--vllm_num_engines 8 --colocate_all_models", {"name": "ray", "devices": 8, "nodes": 1}, 0),
+        (  # an asynchronous run shares the devices of the other roles only
+            "--vllm.num_engines 8 --train.colocate_all --train.async_enable",
+            {"name": "ray", "devices": 8, "nodes": 1, "pools": {"rollout": {"devices": 8, "nodes": 1}}},
+            0,
+        ),
+    ],
+)
+def test_servers_have_devices_of_their_own_unless_all_roles_share(tmp_path, options, backend, decided):
+    migration = migrate_openrlhf(
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --data.prompt_dataset d "
+        f"--reward.model_name_or_path rm {options}",
+        {},
+    )
+    page = run_file(migration, "x")
+    assert from_yaml(page)["runtime"]["backend"] == backend
+    assert len(migration.undecided()) == decided
+    (tmp_path / "run.yaml").write_text(page)
+    assert main(["config", str(tmp_path / "run.yaml")]) == 0
+
+
 def test_a_preference_loss_with_smoothing_and_likelihood():
     migration = migrate_openrlhf(
         "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path m --data.dataset org/pairs "

@@ -99,6 +99,8 @@ def migrate_openrlhf(text: str, variables: Mapping[str, str]) -> Migration:
         migration.put("samples_per_step", samples, f"train.batch_size={samples}")
         _other_losses(migration, kind)
     _training(migration, kind)
+    if kind == "rl":
+        _places(migration)
     for name in migration.unknown:
         reason = next((reason for pattern, reason in DROPPED.items() if fnmatchcase(name, pattern)), "")
         if reason:
@@ -283,10 +285,10 @@ def _rollout(migration: Migration) -> None:
     for name in ("temperature", "top_p"):
         migration.copy(f"rollout.{name}", f"rollout.sampling.{name}", number)
     servers = migration.number("vllm.num_engines")
-    if servers:
+    if servers and servers > 0:
         migration.put("rollout.backend", "vllm", "vLLM engines")
         migration.put("rollout.replicas", int(servers), f"vllm.num_engines={servers}")
-        tensor = int(migration.number("vllm.tensor_parallel_size", default=1))
+        tensor = migration.count("vllm.tensor_parallel_size", default=1)
         migration.put("rollout.tensor_parallel", tensor, f"vllm.tensor_parallel_size={tensor}")
         share = float(migration.number("vllm.gpu_memory_utilization", default=0.95))
         migration.put("rollout.engine.gpu_memory_utilization", share, f"vllm.gpu_memory_utilization={share}")
@@ -410,8 +412,39 @@ def _training(migration: Migration, kind: str) -> None:
         migration.put("actor.backend.parallel.sequence", ring, f"ds.ring_attn_size={ring}")
     if tensor > 1:
         migration.put("actor.backend.parallel.tensor", tensor, f"ds.tensor_parallel_size={tensor}")
-    here, nodes = migration.number("actor.num_gpus_per_node", default=8), migration.number("actor.num_nodes", default=1)
-    if kind == "rl" and here * nodes > 1:
+
+
+def _places(migration: Migration) -> None:
+    """Set how many devices the actor has, and those of servers that do not share them."""
+    here = migration.count("actor.num_gpus_per_node", default=8)
+    nodes = migration.count("actor.num_nodes", default=1)
+    shares = migration.truth("train.colocate_all") and not migration.truth("train.async_enable")
+    replicas = migration.settings.get("rollout.replicas")
+    servers = 0 if shares or replicas is None else int(replicas.value)
+    if here * nodes > 1 or servers:
         migration.put("runtime.backend.name", "ray", "several devices")
-        migration.put("runtime.backend.devices", int(here), f"actor.num_gpus_per_node={here}")
-        migration.put("runtime.backend.nodes", int(nodes), f"actor.num_nodes={nodes}")
+        migration.put("runtime.backend.devices", here, f"actor.num_gpus_per_node={here}")
+        migration.put("runtime.backend.nodes", nodes, f"actor.num_nodes={nodes}")
+    if servers:
+        _own_devices(migration, servers, max(here, 8))
+
+
+def _own_devices(migration: Migration, servers: int, machine: int) -> None:
+    """Give servers a pool of exactly their devices, on machines with at most `machine`."""
+    tensor = int(migration.settings["rollout.tensor_parallel"].value)
+    nodes = -(-servers // (machine // tensor)) if tensor <= machine else -(-servers * tensor // machine)
+    devices, rest = divmod(servers * tensor, nodes)
+    said = f"{servers} engines x {tensor} GPUs of their own, as OpenRLHF places them"
+    if rest or (tensor <= machine and devices % tensor):
+        migration.decide(
+            f"{said}: {servers * tensor} GPUs are no equal parts of machines with {machine}; set "
+            "runtime.backend.pools.rollout.devices (of each machine) and nodes"
+        )
+        return
+    migration.put("runtime.backend.pools.rollout.devices", devices, said)
+    migration.put("runtime.backend.pools.rollout.nodes", nodes, f"{devices} GPUs on each")
+    if nodes > 1:
+        migration.notes.append(
+            f"the servers' {servers * tensor} GPUs are written as {nodes} machines with {devices} each, because the "
+            "script does not say how many a machine has; runtime.backend.pools.rollout has other numbers"
+        )
