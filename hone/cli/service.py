@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +24,16 @@ def serve_run_file(path: Path, overrides: Sequence[str]) -> None:
     """Serve the base model of a run file of `kind: serve` for training, until Ctrl-C."""
     loaded = _loaded(path, overrides)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    resolve("hone.service.server:serve")(
-        loaded.config, typer.echo, lambda: require_all_read(loaded, ("limits", "training"))
-    )
+    listen = loaded.config.listen
+    try:
+        resolve("hone.service.server:serve")(
+            loaded.config, typer.echo, lambda: require_all_read(loaded, ("limits", "training"))
+        )
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
+        found = f"listen.host={listen.host} listen.port={listen.port}: {os.strerror(error.errno)}"
+        raise ConfigError(f"{found}; choose another port, or 0 for any that is free") from error
 
 
 def manage_keys(arguments: Sequence[str], models: int | None, tokens_per_minute: int | None, size: int | None) -> None:
@@ -35,7 +44,10 @@ def manage_keys(arguments: Sequence[str], models: int | None, tokens_per_minute:
     names = [] if verb == "list" else rest[:1]
     if verb != "list" and not names:
         raise ConfigError(f"name the tenant: hone serve key {verb} NAME")
-    registry = Registry(_folder(rest[len(names) :]) / REGISTRY_FILE)
+    place = _folder(rest[len(names) :]) / REGISTRY_FILE
+    if verb != "add" and not place.is_file():
+        raise ConfigError(f"no service has kept keys in {place.parent}; name its run file or folder=... at the end")
+    registry = Registry(place)
     try:
         if verb == "add":
             typer.echo(add_key(registry, names[0], models, tokens_per_minute, size))

@@ -221,7 +221,7 @@ def test_asking_for_help_imports_nothing_heavy(arguments):
 
 
 def test_showing_a_run_file_imports_nothing_heavy(root):
-    recipes = [str(recipe) for recipe in sorted((root / "recipes").rglob("*.yaml"))]
+    recipes = [str(recipe) for recipe in sorted((root / "recipes").rglob("*.yaml")) if recipe.parent.name != "serve"]
     assert recipes
     code = f"""from hone.cli.main import main
 for recipe in {recipes!r}:

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMON_PATH_KEYS = 150
 
 BASES: set[str] = set()  # files under recipes/ that other files name in `defaults` and that are no runs by themselves
+SERVICES = {"recipes/serve/tiny.yaml"}  # `hone serve` reads them, and tests/deploy
 
-RECIPES = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if str(p.relative_to(ROOT)) not in BASES]
+RECIPES = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if str(p.relative_to(ROOT)) not in BASES | SERVICES]
 
 SECOND_DEFAULTS: dict[str, str] = {}  # "function: parameter" -> why it has a default of its own beside the setting's
 OFF = (0, 1)  # a pure function may leave a term or a factor out unless it is told

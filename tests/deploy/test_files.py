@@ -179,6 +179,6 @@ def test_the_unit_of_the_service_starts_a_command_that_there_is():
     assert "\nRestart=on-failure\n" in unit
 
 
-@pytest.mark.parametrize("run_file", sorted((DEPLOY / "serve").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("run_file", sorted((ROOT / "recipes/serve").glob("*.yaml")), ids=lambda path: path.name)
 def test_run_files_of_services_are_valid(run_file):
     assert load(ServeConfig, run_file).config.listen.host == "127.0.0.1"
