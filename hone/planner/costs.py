@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 from hone.config import ConfigError
+from hone.tracking.base import TrackingError
 from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
 
 LEAST_STEPS = 4  # of a run that costs are fitted to, after its first ones
@@ -50,7 +51,10 @@ def fitted(run: Path, replicas: int) -> Fit:
     """
     if not (run / METRICS_FILE).is_file():
         raise ConfigError(f"--from {run}: expected the folder of a finished run; it has no {METRICS_FILE}")
-    steps = [one for one in read_metrics(run) if "perf/step_s" in one][WARM_UP:]
+    try:
+        steps = [one for one in read_metrics(run) if "perf/step_s" in one][WARM_UP:]
+    except TrackingError as error:
+        raise ConfigError(f"--from {run}: {error}; name the folder of another run") from error
     if any("perf/trainer_wait_s" in one for one in steps):
         raise ConfigError(
             f"--from {run}: the run was asynchronous, so its metrics do not tell how long generation takes; "

@@ -88,13 +88,13 @@ class Machine:
 
 def known_devices(extra: Path | None = None) -> dict[str, Device]:
     """All devices by name; a user's file may add devices, and replace hone's. Raises ConfigError."""
-    found = _read(files("hone.planner").joinpath("devices.yaml").read_text(encoding="utf-8"), "devices.yaml")
+    found = _read(files("hone.planner").joinpath("devices.yaml").read_bytes(), "devices.yaml")
     mine = user_file()
     for path, key in ((mine if mine.is_file() else None, "the user's file"), (extra, "--device-facts")):
         if path is None:
             continue
         try:
-            found |= _read(path.read_text(encoding="utf-8"), str(path))
+            found |= _read(path.read_bytes(), str(path))
         except OSError as error:
             raise ConfigError(f"{key} {path}: {error.strerror}") from error
     return found
@@ -107,14 +107,17 @@ def user_file() -> Path:
 
 
 def write_user_file(device: Device) -> Path:
-    """Put the facts of a device into the user's file, in place of what it has about it; returns the file."""
+    """Put the facts of a device into the user's file, in place of what it has about it; returns the file.
+
+    Raises ConfigError, and leaves the file as it is, if it holds something else than facts.
+    """
     path = user_file()
     facts = {key: value for key, value in asdict(device).items() if key != "name"}
     facts["calibrated"] = {
         shape: {part: [float(f"{one:.4g}") for one in numbers] for part, numbers in parts.items()}
         for shape, parts in device.calibrated.items()
     }
-    table = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
+    table = _table(path.read_bytes(), str(path)) if path.is_file() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".yaml.partial")
     partial.write_text(yaml.safe_dump({**table, device.name: facts}, sort_keys=False), encoding="utf-8")
@@ -122,14 +125,23 @@ def write_user_file(device: Device) -> Path:
     return path
 
 
-def _read(text: str, place: str) -> dict[str, Device]:
+def _read(content: bytes, place: str) -> dict[str, Device]:
+    return {str(name): _device(str(name), facts, place) for name, facts in _table(content, place).items()}
+
+
+def _table(content: bytes, place: str) -> Mapping[Any, Any]:
     try:
-        table = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        table = yaml.safe_load(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place} is not text in UTF-8 ({error.reason} at byte {error.start}); expected YAML with device names and "
+            "their facts: save it as UTF-8, or name another file"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place}: expected a mapping of device names to facts; see hone/planner/devices.yaml")
-    return {str(name): _device(str(name), facts, place) for name, facts in table.items()}
+    return table
 
 
 def _device(name: str, facts: Any, place: str) -> Device:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from hone.config import ConfigError
+from hone.tracking.base import TrackingError
 from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, rollout_lines
 
 SCALINGS = 20  # steps towards the mean; each removes at least the share of answers that are not cut
@@ -53,7 +55,12 @@ def recorded(path: Path, longest: int, mean: float | None = None) -> Lengths:
     if not file.is_file():
         kinds = ", ".join(":".join((kind, *names)) for kind, names in _PARAMETERS.items())
         raise ConfigError(f"--lengths {path}: expected {kinds}, or the path of a rollouts.jsonl.gz; found no such file")
-    lengths = recorded_lengths(file)
+    try:
+        lengths = recorded_lengths(file)
+    except TrackingError as error:
+        raise ConfigError(
+            f"{error}; expected the rollouts.jsonl.gz of a run: name another run, or give --lengths constant:N"
+        ) from error
     if not lengths:
         raise ConfigError(f"{file} has no answers of training steps; record some with tracking.rollouts_per_step")
     scale = 1.0 if mean is None else _scale(lengths, longest, mean)
@@ -75,7 +82,10 @@ def _scale(lengths: Sequence[int], longest: int, mean: float) -> float:
 def recorded_lengths(file: Path) -> list[int]:
     """The length of each training answer in a `rollouts.jsonl.gz`. Raises TrackingError for a damaged line."""
     records = (parse_line(file, number, line) for number, line in enumerate(rollout_lines(file), start=1))
-    return [int(record["response_length"]) for record in records if not record.get("set")]
+    found: list[Any] = [record.get("response_length") for record in records if not record.get("set")]
+    if wrong := [one for one in found if not isinstance(one, int)]:
+        raise TrackingError(f"{file}: response_length should be a number of tokens, found {wrong[0]!r:.60}")
+    return found
 
 
 def _numbers(text: str, rest: str, names: Sequence[str]) -> list[float]:

@@ -309,6 +309,9 @@ def test_a_template_given_as_text_or_file_replaces_the_tokenizers(make_tokenizer
     assert tokenizer.chat_template == CHATML
     with pytest.raises(RenderingError, match=r"data\.chat_template: no file chat\.jinja"):
         Renderer(tokenizer, "chat.jinja")
+    (tmp_path / "chat.jinja").write_text("\xe9", encoding="latin-1")
+    with pytest.raises(RenderingError, match=r"chat\.jinja is not text in UTF-8 .*; name a file with a Jinja template"):
+        Renderer(tokenizer, str(tmp_path / "chat.jinja"))
 
 
 def test_end_token_ids(make_tokenizer):

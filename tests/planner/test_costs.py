@@ -58,6 +58,23 @@ def test_other_lengths_are_refused(text, says):
         parse_lengths(text, 10)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe\n", "line 1 is not JSON .*name another run, or give --lengths constant:N"),
+        (b'{"step": 1}\n', "response_length should be a number of tokens, found None"),
+    ],
+)
+def test_a_file_that_no_run_wrote_is_refused_as_lengths_and_as_costs(content, says, tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        parse_lengths(str(file), 10)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl line 1 is not JSON .*; name the folder of another run"):
+        fitted(tmp_path, 1)
+
+
 def test_weights_below_0_are_not_found():
     """The free fit would be 4 and -1. A constant c alone minimises the sum of (c / v - 1)^2 for v = 1, 2, 3."""
     best = (1 + 1 / 2 + 1 / 3) / (1 + 1 / 4 + 1 / 9)

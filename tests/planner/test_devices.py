@@ -6,7 +6,15 @@ import pytest
 
 from hone.cli.plan import Hardware
 from hone.config import ConfigError
-from hone.planner.devices import Machine, known_devices, measured_cpu, parse_devices, this_machine
+from hone.planner.devices import (
+    USER_FILE,
+    Machine,
+    known_devices,
+    measured_cpu,
+    parse_devices,
+    this_machine,
+    write_user_file,
+)
 from hone.planner.roofline import Load, Pass, costs_of, forward_operations
 from hone.platforms.base import current_platform
 from hone.platforms.layout import Layout
@@ -51,13 +59,28 @@ def test_a_users_file_adds_and_replaces(tmp_path):
         ("A: {tflops: 1}", "A has no memory_gib, memory_gb_s, link_gb_s, network_gb_s"),
         ("[]", "expected a mapping of device names"),
         ("a: [", "is not valid YAML"),
+        ("H100: \xe9", r"mine.yaml is not text in UTF-8 \(.* at byte 6\); expected YAML .*: save it as UTF-8"),
     ],
 )
-def test_wrong_facts_are_refused(text, says, tmp_path):
+def test_wrong_facts_are_refused(text, says, tmp_path, monkeypatch):
+    """In a file that the user names, and in the user's own."""
     file = tmp_path / "mine.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=says):
         known_devices(file)
+    monkeypatch.setenv(USER_FILE, str(file))
+    with pytest.raises(ConfigError, match=says):
+        known_devices()
+
+
+@pytest.mark.parametrize("text", ["a: [", "H100: \xe9", "[]"])
+def test_a_calibration_leaves_a_file_that_holds_no_facts_as_it_is(text, tmp_path, monkeypatch):
+    file, device = tmp_path / "mine.yaml", known_devices()["H100"]
+    file.write_text(text, encoding="latin-1")
+    monkeypatch.setenv(USER_FILE, str(file))
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        write_user_file(device)
+    assert file.read_text(encoding="latin-1") == text
 
 
 @pytest.mark.parametrize(

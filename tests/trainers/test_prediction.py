@@ -67,9 +67,12 @@ def test_a_run_whose_model_cannot_be_understood_starts_and_says_why_there_is_no_
     assert "no prediction was made" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damaged", ['{"memory": 3}', '{"device": "x"}', '{"memory": {"load": {}}, "seconds": []}'])
+@pytest.mark.parametrize(
+    "damaged",
+    ['{"memory": 3}', '{"device": "x"}', '{"memory": {"load": {}}, "seconds": []}', '{"device": "\xe9"}', "{"],
+)
 def test_a_damaged_prediction_says_so(damaged, tmp_path, capsys):
-    (tmp_path / "prediction.json").write_text(damaged)
+    (tmp_path / "prediction.json").write_text(damaged, encoding="latin-1")
     assert main(["plan", str(tmp_path)]) == 0
     assert "prediction.json or a file of its peaks is damaged" in capsys.readouterr().out
 

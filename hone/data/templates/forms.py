@@ -328,7 +328,7 @@ def template_texts(tokenizer: Any, chosen: str) -> tuple[str | None, str | None]
     """The templates without and with tools: the chosen text or file, else the tokenizer's own.
 
     A tokenizer may have several: its `default`, and `tool_use` for conversations with tools. Raises RenderingError if
-    there is no such file or no default.
+    there is no such file, it is not text, or there is no default.
     """
     if chosen and ("{%" in chosen or "{{" in chosen):
         return chosen, chosen
@@ -337,7 +337,13 @@ def template_texts(tokenizer: Any, chosen: str) -> tuple[str | None, str | None]
             raise RenderingError(
                 f"data.chat_template: no file {chosen} (a template itself would contain '{{%' or '{{{{')"
             )
-        text = Path(chosen).read_text(encoding="utf-8")
+        try:
+            text = Path(chosen).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RenderingError(
+                f"data.chat_template: {chosen} is not text in UTF-8 ({error.reason} at byte {error.start}); name a "
+                "file with a Jinja template"
+            ) from error
         return text, text
     if not tokenizer.chat_template:
         return None, None

@@ -69,9 +69,9 @@ class Prediction:
 
 def read_prediction(folder: Path, columns: Columns) -> Prediction | None:
     """The prediction of the run in `folder`; None if the folder has none."""
-    found = _read(folder / PREDICTION_FILE)
-    if not found:
+    if not (folder / PREDICTION_FILE).is_file():
         return None
+    found = _read(folder / PREDICTION_FILE)
     if found.get("why_not"):
         return Prediction(why_not=str(found["why_not"]))
     peaks, phases = _read(folder / PEAKS_FILE), _read(folder / MEMORY_FILE)
