@@ -11,8 +11,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hone.cli.errors import say
+from hone.config import ConfigError
 from hone.diagnosis.evidence import Evidence, Finding, read_evidence
 from hone.diagnosis.rules import RULES, findings
+from hone.tracking.trackers.jsonl import METRICS_FILE
 from hone.trainers.run.folder import is_claimed
 
 STYLES = {"stops": "bold red", "hurts": "bold yellow", "note": "bold"}
@@ -25,6 +28,13 @@ def diagnose(
     """Compare the metrics of a run with known patterns, and say what was seen, what it means and what to try."""
     evidence = read_evidence(run, is_claimed(run))
     found = findings(evidence)
+    if evidence.unread and not (evidence.steps or found):
+        raise ConfigError(
+            f"{run}: nothing was judged, because no step could be read: {' '.join(evidence.unread)} Expected an object "
+            "for each step, as the tracker jsonl writes it; restore the file from a copy"
+        )
+    for sentence in evidence.unread:
+        say(f"warning: {run}: {sentence}")
     if as_json:
         for one in found:
             typer.echo(json.dumps(asdict(one)))
@@ -36,9 +46,12 @@ def diagnose(
 
 
 def _head(evidence: Evidence, found: list[Finding]) -> str:
-    what = (
-        f"{len(found)} of {len(RULES)} rules found something" if found else f"none of {len(RULES)} rules found anything"
-    )
+    if found:
+        what = f"{len(found)} of {len(RULES)} rules found something"
+    elif evidence.steps:
+        what = f"none of {len(RULES)} rules found anything"
+    else:
+        what = f"nothing was judged: the rules compare steps, and there is none in {METRICS_FILE} yet"
     return f"{evidence.folder}: {evidence.steps} logged steps; {what}"
 
 

@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hone.cli.errors import say
 from hone.config import ConfigError
 from hone.tracking.report.columns import MetricsFile
 from hone.tracking.report.prediction import PREDICTION_FILE, Prediction, Row, read_prediction
+from hone.tracking.report.rundata import unread_lines
 from hone.tracking.trackers.jsonl import METRICS_FILE
 
 GIB = 2**30
@@ -23,6 +25,8 @@ def show_held(folder: Path, as_json: bool) -> None:
     metrics = MetricsFile(folder / METRICS_FILE)
     while (folder / METRICS_FILE).is_file() and metrics.read():
         pass
+    for sentence in unread_lines(folder / METRICS_FILE, metrics.columns):
+        say(f"warning: {folder}: {sentence}")
     found = read_prediction(folder, metrics.columns)
     if found is None:
         raise ConfigError(f"{folder} has no {PREDICTION_FILE}: name a run file, or a run folder that hone has begun")

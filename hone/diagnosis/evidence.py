@@ -13,7 +13,7 @@ from hone.composition import ConfigError, from_yaml
 from hone.diagnosis.trends import RECENT, Curve, Point
 from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.columns import Column, MetricsFile
-from hone.tracking.report.rundata import CONFIG_FILE, read_facts, read_failure, require_run
+from hone.tracking.report.rundata import CONFIG_FILE, read_facts, read_failure, require_run, unread_lines
 from hone.tracking.trackers.jsonl import METRICS_FILE
 
 FAILED = "failed: "
@@ -48,6 +48,7 @@ class Evidence:
     failure: str = ""
     steps: int = 0  # that were logged
     last_step: int = 0
+    unread: tuple[str, ...] = ()  # sentences about files that could not be read, or not all of them
     vanished: bool = False  # it has begun and not ended, and no process writes it
     _curves: dict[str, Curve] = field(default_factory=dict)
 
@@ -87,19 +88,25 @@ def read_evidence(folder: Path, is_written: bool = True) -> Evidence:
         while metrics.read():
             pass
     columns = metrics.columns
-    facts = read_facts(folder / RUN_FILE, [])
+    unread = unread_lines(folder / METRICS_FILE, columns)
+    facts = read_facts(folder / RUN_FILE, unread if (folder / RUN_FILE).is_file() else [])
     outcome = str(facts.get("outcome") or "")
     told = outcome.removeprefix(FAILED) if outcome.startswith(FAILED) else ""  # a program that trains has the traceback
     failure = read_failure(folder) or told
     vanished = bool(facts) and not (outcome or failure or is_written)
-    return Evidence(folder, columns, read_settings(folder), failure, columns.lines, columns.last_step, vanished)
+    settings = read_settings(folder)
+    return Evidence(
+        folder, columns, settings, failure, columns.lines, columns.last_step, tuple(unread), vanished=vanished
+    )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of a run; empty without a `config.yaml`. Raises ConfigError if that is not valid YAML."""
+    """The settings of a run; empty without a `config.yaml`. Raises ConfigError if that holds something else."""
     path = folder / CONFIG_FILE
     try:
         settings = from_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return settings if isinstance(settings, dict) else {}
+    if not isinstance(settings, dict | None):
+        raise ConfigError(f"{path} should hold the settings of a run as key: value, found {type(settings).__name__}")
+    return settings or {}

@@ -19,8 +19,8 @@ FINDINGS_FILE = "findings.jsonl"
 MOST = 200  # marks that a page shows: the last ones
 
 
-def read_findings(folder: Path) -> list[dict[str, Any]]:
-    """The findings in the order in which they began; lines that are damaged or incomplete are left out.
+def read_findings(folder: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """The findings in the order in which they began; lines that are damaged are left out, which `notes` then says.
 
     Keys: `step`, `title`, `weight`, `seen`, `meaning`, `tries`, `metrics`.
     """
@@ -28,13 +28,16 @@ def read_findings(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_bytes().splitlines():
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line is being written
+    for line in lines:
         try:
             one = json.loads(line)
         except ValueError:
             continue
         if isinstance(one, dict) and isinstance(one.get("step"), int) and isinstance(one.get("metrics"), list):
             found.append(one)
+    if notes is not None and len(found) < len(lines):
+        notes.append(f"{len(lines) - len(found):,} lines of {path.name} could not be read and were skipped.")
     return found
 
 

@@ -80,6 +80,40 @@ def test_a_healthy_run_has_no_finding(tmp_path):
     assert titles(run_folder(tmp_path, HEALTHY)) == {}
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x00\xff\n{\n", "2 lines of metrics.jsonl could not be read"),
+        (b"\x00\xff\xfe", "metrics.jsonl has 3 bytes, but no whole line"),
+    ],
+)
+def test_metrics_that_cannot_be_read_are_judged_by_no_rule(content, says, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "nothing was judged" in said
+    assert says in said
+
+
+def test_what_could_not_be_read_is_said_beside_what_was_judged(tmp_path, capsys):
+    folder = run_folder(tmp_path, HEALTHY)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    (folder / "run.json").write_bytes(b"\xff")
+    assert main(["diagnose", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "1 lines of metrics.jsonl could not be read" in said.err
+    assert "run.json is not a JSON object" in said.err
+    (folder / "config.yaml").write_text("[]")
+    assert main(["diagnose", str(folder)]) == 2
+    assert "config.yaml should hold the settings of a run" in capsys.readouterr().err
+    for name in ("metrics.jsonl", "run.json", "config.yaml"):
+        (folder / name).write_text("{}" if name == "run.json" else "")
+    assert main(["diagnose", str(folder)]) == 0
+    assert "0 logged steps; nothing was judged" in capsys.readouterr().out
+
+
 SLOWER = [1000.0] * 12 + [400.0] * 8
 CASES = {
     "throughput fell": (

@@ -173,8 +173,10 @@ def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
         file.write(packed('oops\n{"step": 2, "respo'))
     (tmp_path / "config.yaml").write_text("a: [1\n")
     (tmp_path / "run.json").write_text("[]")
+    (tmp_path / "findings.jsonl").write_text('[1]\n{"step": 3, "metrics": []}\n{"step": 4, "met')
     page = build(tmp_path)
     assert "in progress" in page
+    assert "1 lines of findings.jsonl could not be read and were skipped." in page
     assert "2 lines of metrics.jsonl could not be read and were skipped." in page
     assert "1 lines of rollouts.jsonl.gz could not be read and were skipped." in page
     assert "2 values are not finite (NaN or infinite); the charts mark them" in page

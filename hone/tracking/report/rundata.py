@@ -82,7 +82,7 @@ def read_run(run_dir: Path) -> RunData:
     data.facts = read_facts(run_dir / RUN_FILE, data.notes)
     data.config = read_text(run_dir / CONFIG_FILE, data.notes)
     data.failure = read_failure(run_dir)
-    data.marks = marks_of(read_findings(run_dir))
+    data.marks = marks_of(read_findings(run_dir, data.notes))
     _read_steps(run_dir / METRICS_FILE, data)
     data.prediction = read_prediction(run_dir, data.columns)
     _read_rollouts(run_dir / ROLLOUTS_FILE, data)
@@ -196,12 +196,18 @@ def metrics_notes(path: Path, columns: Columns) -> list[str]:
     """Sentences about missing parts of `metrics.jsonl`."""
     if not path.is_file():
         return [f"There is no {path.name}: no step was logged yet."]
-    notes = []
-    if columns.broken:
-        notes.append(f"{columns.broken} lines of {path.name} could not be read and were skipped.")
+    notes = unread_lines(path, columns)
     if columns.not_finite:
         notes.append(f"{columns.not_finite} values are not finite (NaN or infinite); the charts mark them.")
     return notes
+
+
+def unread_lines(path: Path, columns: Columns) -> list[str]:
+    """A sentence about lines of `metrics.jsonl` that could not be read; empty if there are none."""
+    if columns.broken:
+        return [f"{columns.broken:,} lines of {path.name} could not be read and were skipped."]
+    size = path.stat().st_size if path.is_file() and not columns.lines else 0
+    return [f"{path.name} has {size:,} bytes, but no whole line, so it could not be read."] if size else []
 
 
 def _read_rollouts(path: Path, data: RunData) -> None:

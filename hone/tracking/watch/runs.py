@@ -86,7 +86,7 @@ class LiveRun:
         data.facts = read_facts(self.folder / RUN_FILE, data.notes)
         data.config = read_text(self.folder / CONFIG_FILE, data.notes)
         data.failure = read_failure(self.folder)
-        data.marks = marks_of(read_findings(self.folder))
+        data.marks = marks_of(read_findings(self.folder, data.notes))
         data.notes += metrics_notes(self.folder / METRICS_FILE, data.columns)
         data.notes += limit_notes(self.folder / ROLLOUTS_FILE, data.columns)
         data.prediction = read_prediction(self.folder, data.columns)
