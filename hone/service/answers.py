@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 
 from hone.data.rendering import Renderer
-from hone.envs.agents.endpoint import Endpoint
+from hone.envs.agents.endpoint import PREFIXES, Endpoint
 from hone.envs.agents.runner import tool_parser
 from hone.envs.agents.sessions import AgentTask
 from hone.processes.guard import App, Receive, Scope, Send
@@ -27,7 +27,6 @@ from hone.service.protocol.refusals import BadRequest, Refused
 from hone.service.service import Service
 from hone.types import SamplingParams
 
-PREFIXES = ("/oai/api/v1", "/anthropic/api/v1", "/anthropic/api", "/v1")
 OPEN = 256  # pairs of tenant and model whose session is kept
 
 
@@ -56,8 +55,7 @@ class Answers:
             return
         others = [one for one in scope["headers"] if one[0] not in (b"authorization", b"x-api-key")]
         headers = [*others, (b"authorization", f"Bearer {key}".encode())]
-        inner = f"/v1{path.removeprefix(prefix)}"
-        await self._endpoint.app({**scope, "path": inner, "headers": headers}, replayed(body, receive), send)
+        await self._endpoint.app({**scope, "headers": headers}, replayed(body, receive), send)
 
     async def _session(self, tenant: Key, body: bytes) -> str:
         """The key of the session that answers for the model in a body; without a body, for all of the tenant's."""

@@ -80,8 +80,8 @@ class Models:
         self._broken.setdefault(model_id, f"forward_backward (seq_id {number}) failed: {error}")
 
     def packed(self, request: TrainingRequest) -> Work:
-        longest = self._shared.config.training.max_tokens_per_microbatch
-        return pack_request(request, self._machine.rollout.vocabulary, longest)
+        rollout, longest = self._machine.rollout, self._shared.config.training.max_tokens_per_microbatch
+        return pack_request(request, rollout.vocabulary, min(longest, rollout.longest + 1))  # + 1: the last target
 
     async def ensure_open(self, model: Model, command: CommandRow) -> None:
         """Take a model up again after a restart: its last state, then the gradients that were added since."""

@@ -139,6 +139,9 @@ def test_openai_s_client_talks_to_a_served_model(models):
         http = openai.DefaultHttpxClient(verify=False, trust_env=False)
         client = openai.OpenAI(base_url=url, api_key=KEY, timeout=60, max_retries=0, http_client=http)
         assert [one.id for one in client.models.list()] == ["one"]
+        other = openai.OpenAI(base_url=url.removesuffix("/v1") + "/oai/api/v1", api_key=KEY, timeout=60, max_retries=0)
+        assert [one.id for one in other.models.list()] == ["one"]  # as of a training service
+        other.close()
         asked = {"model": "one", "messages": [user("abc")], "temperature": 0, "max_tokens": 12}
         for _ in range(2):  # nothing of the first is in the way of the second: there is no record and no budget
             assert client.chat.completions.create(**asked).choices[0].message.content == greedy

@@ -182,6 +182,24 @@ def test_a_model_that_could_not_be_made_is_made_in_its_place(client):
     assert "error" not in client.trained(model, 1, [DATUM])
 
 
+def test_data_as_long_as_the_context_are_trained_and_longer_ones_refused(client):
+    session = client.session()
+    model = client.model(session)
+    (tiny,) = client.call("GET", "get_server_capabilities")[1]["supported_models"]
+    longest = tiny["max_context_length"]
+    client.trained(model, 1, [datum(1, longest + 1)])  # the last target takes no place
+    error = client.trained(model, 2, [datum(1, longest + 2)])["error"]
+    assert f"data[0] has {longest + 1} tokens; at most {longest} are trained here" in error
+
+
+def test_a_state_of_another_rank_is_refused_without_the_folder_of_the_service(client):
+    session = client.session()
+    path = client.do("save_weights", model_id=client.model(session, rank=4), seq_id=1, path="four")["path"]
+    error = client.do("load_weights", model_id=client.model(session, 1, rank=8), seq_id=1, path=path)["error"]
+    assert "the checkpoint" in error
+    assert "/" not in error.replace("/model.", "")
+
+
 def test_a_state_is_loaded_with_its_optimizer_or_without(client):
     session = client.session()
     model = client.model(session)

@@ -69,6 +69,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/messages": AnthropicMessages(),
     "/v1/v1/messages": AnthropicMessages(),  # Anthropic's clients append /v1 to the base URL
 }
+PREFIXES = ("/oai/api/v1", "/anthropic/api/v1", "/anthropic/api", "/v1")  # clients of Tinker's service have the first
 LOG = logging.getLogger(__name__)
 PlaceFn = Callable[..., Awaitable[Any]]  # runs a function with its arguments, on the event loop or in a thread
 CLIENT_GONE = 499  # the status for logs; the client is gone
@@ -91,9 +92,11 @@ class Endpoint:
         self._threads = ThreadPoolExecutor(THREADS, "agent endpoint")
         self._listener: socket.socket | None = None
         app = FastAPI(openapi_url=None)
-        for path, dialect in DIALECTS.items():
-            app.add_api_route(path, self._answering(dialect), methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
+        for prefix in PREFIXES:
+            for path, dialect in DIALECTS.items():
+                inner = path.removeprefix("/v1")
+                app.add_api_route(prefix + inner, self._answering(dialect), methods=["POST"], response_model=None)
+            app.add_api_route(f"{prefix}/models", self._models, methods=["GET"], response_model=None)
         self.app = PathToken(TokenGuard(app, self._sessions.__contains__))
         """The ASGI application, for a server that has others beside it."""
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hone.engines.base import BaseEngine
+from hone.engines.checkpoint.files import CheckpointError
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.files.tensors import save_tensors
@@ -172,9 +173,13 @@ class TenantModel:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Take over what `save` wrote; without `optimizer`, its state begins anew.
 
-        Raises CheckpointError, with nothing changed, if it is of another adapter or base model.
+        Raises CheckpointError, with nothing changed, if it is of another adapter or base model. The message does not
+        name the folder, which clients do not know.
         """
-        self._engine.load_checkpoint(folder)
+        try:
+            self._engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(folder), "the checkpoint")) from error
         self.clear_gradients()
         if (folder / GRADIENTS_FILE).exists():
             for name, gradient in load_file(folder / GRADIENTS_FILE).items():
