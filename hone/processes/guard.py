@@ -64,4 +64,4 @@ def same_token(given: str, token: str) -> bool:
     return bool(token) and hmac.compare_digest(given.encode(), token.encode())
 
 
-__all__ = ["LOOPBACK", "PathToken", "Receive", "Scope", "Send", "TokenGuard", "bearer_token", "same_token"]
+__all__ = ["LOOPBACK", "App", "PathToken", "Receive", "Scope", "Send", "TokenGuard", "bearer_token", "same_token"]

@@ -47,7 +47,7 @@ from hone.envs.agents.responses import Responses
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.base import Language
 from hone.envs.tool_calls import ParseFn, hermes
-from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
+from hone.processes.guard import LOOPBACK, App, PathToken, Receive, Scope, Send, TokenGuard, bearer_token
 from hone.processes.listening import LoopServer, Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
 from hone.types import Completion, GenerationRequest, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
@@ -69,7 +69,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/messages": AnthropicMessages(),
     "/v1/v1/messages": AnthropicMessages(),  # Anthropic's clients append /v1 to the base URL
 }
-PREFIXES = ("/oai/api/v1", "/anthropic/api/v1", "/anthropic/api", "/v1")  # clients of Tinker's service have the first
+PREFIXES = ("/v1", "/oai/api/v1", "/anthropic/api/v1", "/anthropic/api")  # the others as on a training service
 LOG = logging.getLogger(__name__)
 PlaceFn = Callable[..., Awaitable[Any]]  # runs a function with its arguments, on the event loop or in a thread
 CLIENT_GONE = 499  # the status for logs; the client is gone
@@ -92,12 +92,10 @@ class Endpoint:
         self._threads = ThreadPoolExecutor(THREADS, "agent endpoint")
         self._listener: socket.socket | None = None
         app = FastAPI(openapi_url=None)
-        for prefix in PREFIXES:
-            for path, dialect in DIALECTS.items():
-                inner = path.removeprefix("/v1")
-                app.add_api_route(prefix + inner, self._answering(dialect), methods=["POST"], response_model=None)
-            app.add_api_route(f"{prefix}/models", self._models, methods=["GET"], response_model=None)
-        self.app = PathToken(TokenGuard(app, self._sessions.__contains__))
+        for path, dialect in DIALECTS.items():
+            app.add_api_route(path, self._answering(dialect), methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
+        self.app = PathToken(_under_v1(TokenGuard(app, self._sessions.__contains__)))
         """The ASGI application, for a server that has others beside it."""
 
     # --------------------------------------------------------------------------------------- start, stop, sessions
@@ -394,6 +392,18 @@ def _role_of(body: ChatRequest | TextRequest, roles: Sequence[str]) -> str:
     if body.model not in roles:
         raise BadRequest(f"model = {body.model!r:.80} is not a role of episode.env.roles: {', '.join(roles)}")
     return body.model
+
+
+def _under_v1(app: App) -> App:
+    """ASGI middleware: what begins with one of the `PREFIXES` is looked for under /v1."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        prefix = next((one for one in PREFIXES if path.startswith(f"{one}/")), None)
+        moved = scope if prefix is None else {**scope, "path": f"/v1{path.removeprefix(prefix)}"}
+        await app(moved, receive, send)
+
+    return answering
 
 
 @contextmanager
