@@ -59,6 +59,14 @@ SCRIPTS = {
     "quoted defaults": """start ${NONE:-"a b"} ${NONE:-'c d'} "${NONE:-'e'}" ${NONE:-f g}""",
     "an unset argument": "start ${9-none} ${9:-none} ${1-none}",
     "a folder of the user": 'HOME=/h; start ~ ~/a k=~/b "~/c" a~/d',
+    "lists in braces": "HOME=/h B='x y' C=z C1=v C2=; start x{1,2}y k={a:1,b:2} {a,b}{c,d} a{,b} {a,b{1,2}c} {{a,b},c} "
+    "{,} {a,} {$B,c} "
+    '"$C"{1,2} $C{1,2} ${C}{1,2} {\'a,b\',c} {"$B",c} {a\\,b,c} k={"x":1,\'y z\':2} ~/{a,b} $((1 + 1)){a,b} '
+    "{a{b,c} a{b,c}} {}{a,b} {a}{b,c}; A=(x{1,2} y); start ${A[@]} ${#A[@]}; for I in a{1,2}; do start $I; done",
+    "numbers in braces": "N=3; start x{1..3} {3..1} {-2..1} {01..3} {-01..1} {1..10..3} {3..1..1} {1..3..-2} {1..3..0} "
+    "{a..e..2} {c..a} {X..Z} {1..2}{a,b} {{1..2},x}",
+    "braces that stay": "N=2; A={a,b}; start $A {a} {} {a..} {1..a} {1..$N} \\{a,b\\} '{a,b}' \"{a,b}\" {a,b a,b} "
+    "{a..bc} {1..2..} ${NONE:-{a}}; [[ {a,b} == '{a,b}' ]] && start same; case {a,b} in '{a,b}') start case;; esac",
     "the end of a here-document": 'read -r -d "" T <<"EOF"\n  $N x\nEOF\nstart "$T"',
 }
 
@@ -93,10 +101,29 @@ def test_a_command_gets_the_arguments_that_bash_gives_it(name):
         "declare -i A=1+2; start $A",
         "A=a1; start ${A//[0-9]/}",
         "A=1; while nvidia-smi; do A=2; done; start $A",
+        "A=1; for ((I = 0; I < 3; I++)); do A=2; done; start $A",
+        "I=5; for ((I = 0; I < 3; I++)); do :; done; start $I",
+        "A=1; if nvidia-smi; then A=2; fi; start $A",
+        "A=1; if [ -f x ]; then start 0; elif nvidia-smi; then A=2; fi; start $A",
+        "A=1; if nvidia-smi; then :; else ((A++)); fi; start $A",
+        "A=1; if nvidia-smi; then ((A += 2)); fi; start $A",
+        "A=1; if nvidia-smi; then unset A; fi; start $A",
+        "A=1; case $(uname) in Linux) A=2;; esac; start $A",
+        "A=1; for I in $(ls); do A=$I; done; start $A",
+        "A=(x y); if nvidia-smi; then A=(z); fi; start $A",
+        "A=x; if nvidia-smi; then A+=y; fi; start $A",
     ],
 )
 def test_a_variable_that_is_set_in_a_way_that_is_not_read_is_a_hole(script):
     assert holes(read_script(script, {}, []).commands[-1][1])
+
+
+def test_a_given_value_stands_for_one_that_only_running_tells():
+    for script in (
+        "A=1; if nvidia-smi; then A=2; fi; start $A",
+        "while nvidia-smi; do A=2; done; bash -c 'read A; start $A'",
+    ):
+        assert read_script(script, {"A": "7"}, []).commands[-1] == ["start", "7"]
 
 
 def test_what_may_end_a_script_does_not_end_its_reading():
@@ -138,13 +165,21 @@ def test_the_text_of_another_shell_is_read_behind_launchers_and_its_lines_are_co
 
 
 def test_a_branch_that_only_running_chooses_is_left_out_with_a_note():
-    found = read_script('if python -c "import x"; then A=1; else A=2; fi\nstart "${A:-none}"', {}, [])
-    assert ["start", "none"] in found.commands
+    found = read_script('A=0; if python -c "import x"; then A=1; else A=2; fi\nstart "${A:-none}"', {}, [])
+    assert ["start", hole("$A")] in found.commands
     assert len(found.notes) == 1
     assert "line 1" in found.notes[0]
     found = read_script("case $(uname) in Linux) A=1;; esac; start ${A:-none}", {}, [])
-    assert found.commands[-1] == ["start", "none"]
+    assert found.commands[-1] == ["start", hole("$A")]
     assert "$(uname)" in found.notes[0]
+
+
+@pytest.mark.parametrize("more", ["A+=(z)", 'A=("${A[@]}" z)', "A=(${A[@]} z)", 'B="$A z"; A+=(z)'])
+def test_a_part_that_is_left_out_and_adds_words_to_a_list_keeps_the_others(more):
+    for start, text in (("A=(x y)", more), ('A="x y"', 'A+=" z"'), ('A="x y"', 'A="$A z"'), ("A='x y'", "A=${A}' z'")):
+        found = read_script(f"{start}; if nvidia-smi; then {text}; fi; start ${{A[@]}}", {}, [])
+        assert found.commands[-1] == ["start", "x", "y", hole("the rest of $A")]
+        assert "A may have another value" in found.choices[0]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ from typing import Any
 
 from hone.migration.shell.arithmetic import Unknown
 from hone.migration.shell.conditions import holds
-from hone.migration.shell.found import Noted, assigned_in
+from hone.migration.shell.found import Noted
 from hone.migration.shell.holes import holes, shown
-from hone.migration.shell.words import Scope, TooLong, Words
+from hone.migration.shell.words import Scope, Words
 
 MAX_STATEMENTS = 20_000
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}")
 _COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
 
 
@@ -67,7 +66,7 @@ class Flow(Noted):
             condition = [one for one in holder.children if one.is_named and one.end_byte <= then.start_byte]
             chosen = self.block(condition)
             if chosen is None:
-                self._note(
+                self._leave_out(
                     holder, "depends on a condition that only running tells; none of its branches is taken", node
                 )
                 return None
@@ -79,7 +78,7 @@ class Flow(Noted):
     def _case_statement(self, node: Any) -> bool | None:
         value = self.words.text(node.child_by_field_name("value"))
         if holes(value):
-            self._note(node, f"chooses by {shown(value)}, which only running tells; no branch is taken")
+            self._leave_out(node, f"chooses by {shown(value)}, which only running tells; no branch is taken")
             return None
         result: bool | None = True
         falls = False
@@ -97,11 +96,11 @@ class Flow(Noted):
         name = node.child_by_field_name("variable").text.decode()
         body = node.child_by_field_name("body")
         given = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte][1:]
-        words = [word for child in given for word in _looped(self.words, child)]
+        words = [word for child in given for word in self.words.fields(child)]
         if not any(child.type == "in" for child in node.children):
             words = list(self.scope.arguments)
         if any(holes(word) for word in words):
-            self._note(node, "loops over values that only running tells; it is left out")
+            self._leave_out(node, "loops over values that only running tells; it is left out")
             return None
         for word in words:
             self.scope.put(name, word)
@@ -116,8 +115,7 @@ class Flow(Noted):
         while True:
             went_on = self.block(condition)
             if went_on is None:
-                self._forget(assigned_in(node))
-                self._note(node, "is not read")
+                self._leave_out(node, "is not read")
                 return None
             if went_on == until:
                 return True
@@ -145,14 +143,3 @@ class Flow(Noted):
                 self._forget([found[1] or found[2] for found in _COUNTED.finditer(node.text.decode())])
                 return None
         return holds(self.words, next(child for child in node.children if child.is_named))
-
-
-def _looped(words: Words, node: Any) -> list[str]:
-    """Words of a loop: those of a word, or the numbers of `{1..4}`."""
-    bounds = _RANGE.fullmatch(node.text.decode())
-    if bounds is None:
-        return words.fields(node)
-    first, last = int(bounds[1]), int(bounds[2])
-    if abs(last - first) > MAX_STATEMENTS:
-        raise TooLong(f"{bounds[0]} is more than {MAX_STATEMENTS:,} numbers")
-    return [str(one) for one in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]

@@ -14,6 +14,10 @@ from hone.migration.shell.words import Scope
 _USED = re.compile(r"\$\{?#?([A-Za-z_]\w*)")
 """Use of a variable."""
 
+_SETS = re.compile(r"\b([A-Za-z_]\w*)(?:\[[^]]*\])?\+?=(?!=)")
+_ADDS = re.compile(r"""\b([A-Za-z_]\w*)(?:\+=(?:\(|["']\s)|=\(?\s*["']?\$\{?\1(?:\[[@*]\])?\}?["']?\s)""")
+"""Assignments, and those that add words to a variable: `A+=(x)`, `A=("${A[@]}" x)`, `A="$A x"`."""
+
 
 @dataclass(slots=True)
 class Commands:
@@ -36,18 +40,36 @@ class Noted:
     def __init__(self, scope: Scope, source: bytes) -> None:
         self.scope = scope
         self.found = Commands()
-        self.uses = Counter(_USED.findall(source.decode()))
+        self.text = source.decode()
+        self.uses = Counter(_USED.findall(self.text))
         self.line = 1  # on which the source begins in the script
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Note that only running tells the values of variables."""
+        """Note that only running tells the values of variables, except of those that `--set` gives."""
         for name in names:
-            self.scope.put(name, hole(f"${name}"))
+            is_list = isinstance(self.scope.get(name), list) or f"{name}=(" in self.text or f"{name}+=(" in self.text
+            self.scope.put(name, self.scope.given.get(name, hole(f"${{{name}[@]}}" if is_list else f"${name}")))
 
     def _note(self, node: Any, problem: str, unread: Any = None) -> None:
         """Note that a part of the script, `unread`, is left out."""
         self.found.notes.append(sentence_of(node, problem, self.line))
         self._choice(node, problem, unread or node)
+
+    def _leave_out(self, node: Any, problem: str, unread: Any = None) -> None:
+        """Note that a part of the script is left out: only running tells what it sets.
+
+        A list of words to which it only adds keeps those that are known.
+        """
+        part = unread or node
+        self._note(node, problem, part)
+        text = part.text.decode()
+        sets, adds = Counter(_SETS.findall(text)), Counter(_ADDS.findall(text))
+        for name in assigned_in(part):
+            old, rest = self.scope.get(name), hole(f"the rest of ${name}")
+            if not old or not adds[name] or sets[name] != adds[name]:
+                self._forget([name])
+            else:
+                self.scope.put(name, [*old, rest] if isinstance(old, list) else f"{old} {rest}")
 
     def _choice(self, node: Any, problem: str, unread: Any) -> None:
         """Note a choice if `unread` sets variables that the rest of the script uses."""
@@ -87,4 +109,18 @@ def assigned_in(node: Any) -> list[str]:
         if one.type in ("variable_assignment", "for_statement"):
             name = one.child_by_field_name("name") or one.child_by_field_name("variable")
             found[name.text.decode().partition("[")[0]] = None
+        elif one.type in ("postfix_expression", "unary_expression"):
+            if any(child.type in ("++", "--") for child in one.children):
+                found |= {child.text.decode(): None for child in one.children if child.is_named}
+        elif one.type == "binary_expression" and _assigns(one):
+            found[one.children[0].text.decode()] = None
+        elif one.type == "unset_command":
+            found |= {child.text.decode(): None for child in one.children if child.type == "variable_name"}
     return list(found)
+
+
+def _assigns(node: Any) -> bool:
+    """Return whether an operation of `(( ))` sets its left side: `=` and the like, not a comparison of `[ ]`."""
+    left, sign = node.children[0], node.children[1].type
+    compares = sign in ("==", "!=", "<=", ">=") or (sign == "=" and left.type != "variable_name")
+    return bool(sign.endswith("=") and not compares)

@@ -39,7 +39,7 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
         raise CannotLoad("shell scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash") from error
     source = shown(text).encode()  # a script that holds the marks of holes loses them
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    script = _Script(Scope(dict(variables), list(arguments)), source, parser.parse)
+    script = _Script(Scope(dict(variables), list(arguments), variables), source, parser.parse)
     try:
         script.block(parser.parse(source).root_node.children)
     except Jump:
@@ -86,7 +86,7 @@ class _Script(Flow):
             for name in (child for child in node.children if child.type == "variable_name"):
                 self.scope.variables.pop(name.text.decode(), None)
         elif node.type not in ("comment", "heredoc_body"):
-            self._note(node, "is not read")
+            self._leave_out(node, "is not read")
         return None
 
     # ---------------------------------------------------------------------------------------- names and commands
@@ -271,7 +271,9 @@ def _assigns_before(node: Any) -> bool:
 def _read_inside(script: _Script, words: Sequence[str], node: Any) -> None:
     """Read what `bash -c TEXT NAME ARGUMENTS` runs at a node of a script, with its variables."""
     source = shown(words[0]).encode()  # what only running tells is a hole in there again
-    scope = Scope(script.scope.variables | {"0": words[1] if words[1:] else "bash"}, list(words[2:]))
+    scope = Scope(
+        script.scope.variables | {"0": words[1] if words[1:] else "bash"}, list(words[2:]), script.scope.given
+    )
     inner = _Script(scope, source, script.words.parse)
     inner.found, inner.statements, inner.depth = script.found, script.statements, script.depth
     inner.line = int(node.start_point[0]) + script.line

@@ -6,9 +6,11 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from hone.migration.shell.arithmetic import Unknown, Variables, evaluated, number
+from hone.migration.shell.braces import expanded, tokens_of
 from hone.migration.shell.holes import hole, holes, split
 
 Value = str | list[str]
@@ -19,6 +21,9 @@ MAX_CHARACTERS = 1_000_000
 
 MAX_TRIMMED = 4_000
 """Longest value that is trimmed: each of its prefixes is compared with the pattern."""
+
+MAX_WORDS = 20_000
+"""Most words that the braces of one word make."""
 
 _STAR = re.compile(r"\s*\$(\*|\{\*|\{\w+\[\*\])")
 _HOME = re.compile(r"(^|=)~(?=/|$)")
@@ -47,6 +52,8 @@ class Scope:
 
     variables: dict[str, Value] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Values of variables that a person gives, for where only running tells one."""
 
     def get(self, name: str) -> Value | None:
         """Value of a variable or a positional parameter; None if it is not set."""
@@ -75,7 +82,26 @@ class Words:
         self.parse = parse
 
     def fields(self, node: Any) -> list[str]:
-        """Return the words that a word of the script becomes: none, one, or several."""
+        """Return the words that a word of the script becomes: none, one, or several. Raises TooLong."""
+        if node.type not in ("concatenation", "brace_expression", "word"):
+            return self._split(node)
+        texts = list(islice(expanded(tokens_of(node)), MAX_WORDS + 1))
+        if len(texts) > MAX_WORDS:
+            raise TooLong(f"{node.text.decode()[:80]} is more than {MAX_WORDS:,} words")
+        return (
+            self._split(node) if texts == [node.text.decode()] else [one for text in texts for one in self._word(text)]
+        )
+
+    def _word(self, text: str) -> list[str]:
+        """Words of a word that braces made, which is a text of its own."""
+        source = f": {text}".encode()
+        nodes = self.parse(source).root_node.children
+        parts = nodes[0].children[1:] if len(nodes) == 1 and nodes[0].type == "command" else []
+        if len(parts) != 1 or nodes[0].has_error:
+            return [hole(text)] if text else []
+        return Words(self.scope, source, self.parse)._split(parts[0])
+
+    def _split(self, node: Any) -> list[str]:
         words: list[str] = []
         current: str | None = None
         for values, quoted in self._pieces(node, quoted=False):
