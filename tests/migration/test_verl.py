@@ -284,6 +284,21 @@ def test_the_reference_and_the_critic_keep_settings_of_their_own():
     assert run["critic"]["engine"]["max_grad_norm"] == 0.3
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "the agent loop single_turn_agent without tools: write"),
+        ("multi_turn.tool_config_path=null", "the agent loop single_turn_agent without tools: write"),
+        ("multi_turn.tool_config_path=t.yaml", "the agent loop single_turn_agent with the tools of t.yaml: write"),
+    ],
+)
+def test_turns_name_the_tools_that_they_have(options, said):
+    rollout = "actor_rollout_ref.rollout."
+    text = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m {rollout}multi_turn.enable=True "
+    migration, _ = of_script(text + (rollout + options if options else ""))
+    assert [one for one in migration.decisions if one.startswith(said)]
+
+
 def test_what_a_script_may_set_by_a_part_that_is_not_read_is_to_be_decided(tmp_path, capsys):
     text = (
         'case "${DEVICE:-$(python3 -c x)}" in gpu) KL=(actor_rollout_ref.actor.use_kl_loss=True);; *) KL=();; esac\n'

@@ -60,8 +60,9 @@ def _turns(migration: Migration) -> None:
     has_turns = migration.truth(f"{base}.enable") or tools not in ("null", "None") or loop != "single_turn_agent"
     if has_turns:
         migration.copy(f"{base}.max_assistant_turns", "episode.max_turns", int)
+        has_tools = "without tools" if tools in ("", "null", "None") else f"with the tools of {tools}"
         migration.decide(
-            f"the agent loop {loop} with the tools of {tools}: write an environment (docs/envs.md) and set "
+            f"the agent loop {loop} {has_tools}: write an environment (docs/envs.md) and set "
             "episode.env; `hone env check` plays it without a model",
             *[name for name in given if name not in migration.mapped],
         )
