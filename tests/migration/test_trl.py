@@ -6,7 +6,6 @@ import pytest
 
 from hone.cli.main import main
 from hone.composition import ConfigError, from_yaml
-from hone.migration.migration import plain
 from hone.migration.page import run_file
 from hone.migration.trl.command import options_of_shell
 from hone.migration.trl.reader import migrate_trl
@@ -135,10 +134,50 @@ if __name__ == "__main__":
     assert run["data"]["train"]["max_sample_tokens"] == 2048
     assert run["data"]["train"]["source"] == {"name": "hf", "split": "train"}
     assert run["actor"]["lora"] == {"rank": 8, "alpha": 8.0}  # PEFT's defaults
-    assert [plain(value) for value in migration.unknown.values()] == ["more()"]
+    assert migration.unknown == {}
     decisions = " ".join(migration.undecided())
+    assert "**more(): only running the script tells these options; they may set what the file marks as" in decisions
     assert "beta is beta, and should be a number" in decisions
     assert "seed is seed" in decisions
+
+
+def test_options_in_two_stars_that_only_running_tells_are_one_decision():
+    text = "GRPOTrainer('m', right, args=GRPOConfig({}), train_dataset=load_dataset('d'))"
+    for arguments, names in (
+        ("**build(2), **more, beta=0.1", "**build(2), **more"),
+        ("**{'beta': 0.1, **build(2)}", "**build(2)"),
+        ("**dict(beta=0.1, **build(2))", "**build(2)"),
+        ("**{**{'beta': 0.1}}", ""),
+    ):
+        script = options_of_script(text.format(arguments), {})
+        migration = migrate_trl(script.kind, script.options, script.notes)
+        assert run_of(migration)["algorithm"]["kl"]["coef"] == 0.1
+        found = [one for one in migration.undecided() if "TRL's default" in one]
+        assert [one.partition(": ")[0] for one in found] == [names][: bool(names)]
+        assert migration.unknown == {}
+
+
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("from trl.rewards import accuracy_reward", "accuracy_reward"),
+        ("from trl.rewards import accuracy_reward as right", "right"),
+        ("from trl.rewards.accuracy_rewards import accuracy_reward", "accuracy_reward"),
+        ("from trl import rewards", "rewards.accuracy_reward"),
+        ("import trl.rewards", "trl.rewards.accuracy_reward"),
+        ("import trl.rewards as own", "own.accuracy_reward"),
+    ],
+)
+def test_a_reward_that_is_imported_from_trl_is_one_of_trl(imported, used):
+    for text in (
+        "{0}\nGRPOTrainer('m', reward_funcs=[{1}])",
+        "def main():\n  {0}\n  GRPOTrainer('m', reward_funcs={1})",
+    ):
+        script = options_of_script(text.format(imported, used), {})
+        migration = migrate_trl(script.kind, script.options, script.notes)
+        (said,) = [one for one in migration.undecided() if "reward.components" in one]
+        assert said.startswith("reward.components.accuracy_reward: trl.rewards.")
+        assert "accuracy_reward is a reward of TRL; `hone list rewards`" in said
 
 
 def test_asynchronous_training_has_defaults_of_its_own(tmp_path):

@@ -84,6 +84,13 @@ def migrate_trl(
     if devices > 1:
         migration.put("runtime.backend.name", "ray", "several devices")
         migration.put("runtime.backend.devices", devices, f"{devices} processes")
+    unread = [name for name in migration.unknown if name.startswith("**")]
+    if unread:
+        migration.decide(
+            f"{', '.join(unread)}: only running the script tells these options; they may set what the file marks as "
+            "TRL's default, so compare each",
+            *unread,
+        )
     for name, value in migration.unknown.items():
         if name in DROPPED:
             migration.drop(name, DROPPED[name])
@@ -453,9 +460,10 @@ def _rewards(migration: Migration) -> None:
             )
         else:
             target = "FILE.py:FUNCTION"
+            kind = "" if name.startswith("trl.rewards.") else "a model, or made when the script runs, or "
             migration.decide(
-                f"reward.components.{key}: {shown(name)} is a model, a reward of TRL, or made when the script runs; "
-                "`hone list rewards` has the rewards here"
+                f"reward.components.{key}: {shown(name)} is {kind}a reward of TRL; `hone list rewards` has the rewards "
+                "here"
             )
         migration.put(f"reward.components.{key}.reward", target, "reward_funcs")
         migration.put(f"reward.components.{key}.weight", float(number(weight)), "reward_weights")

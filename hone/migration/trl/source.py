@@ -119,6 +119,8 @@ class _Reader:
         for node in statements:
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
                 self.statement(node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
             elif isinstance(node, ast.With | ast.AsyncWith):
                 self.body(node.body)
             elif isinstance(node, ast.Try):
@@ -189,6 +191,14 @@ class _Reader:
                 if isinstance(owner, Record):
                     owner.options[target.attr] = read
 
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Give names from `trl.rewards` their full name as text, which a command's `--reward_funcs` has, too."""
+        start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for one in node.names:
+            name = f"{start}{one.name}"
+            if f"{name}.".startswith("trl.rewards.") and (start or one.asname):
+                self.names[one.asname or one.name] = name
+
     def value(self, node: ast.expr) -> Any:
         """Value of an expression; what only running tells is a hole with its text."""
         try:
@@ -204,9 +214,10 @@ class _Reader:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             return [self.value(one) for one in node.elts]
         if isinstance(node, ast.Dict):
-            return {
-                str(self.value(key)): self.value(one) for key, one in zip(node.keys, node.values, strict=True) if key
-            }
+            found: dict[str, Any] = {}
+            for key, one in zip(node.keys, node.values, strict=True):
+                found |= _merged(one, self.value(one)) if key is None else {str(self.value(key)): self.value(one)}
+            return found
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -self._evaluated(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -238,8 +249,9 @@ class _Reader:
         owner = self.names.get(node.value.id) if isinstance(node.value, ast.Name) else None
         if isinstance(owner, Record) and node.attr in owner.options:
             return owner.options[node.attr]
-        text = ast.unparse(node)
-        return text if text.startswith("torch.") else hole(text)
+        of_trl = isinstance(owner, str) and f"{owner}.".startswith("trl.rewards.")
+        text = f"{owner}.{node.attr}" if of_trl else ast.unparse(node)
+        return text if text.startswith(("torch.", "trl.rewards.")) else hole(text)
 
     def _part(self, node: ast.Subscript) -> Any:
         """A split of a data set."""
@@ -253,13 +265,7 @@ class _Reader:
         found: dict[str, Any] = {}
         for one in node.keywords:
             value = self.value(one.value)
-            if one.arg is not None:
-                found[one.arg] = value
-            elif isinstance(value, dict):
-                found |= value
-            else:
-                text = ast.unparse(one.value)[:200]
-                found[f"**{text}"] = hole(text)
+            found |= _merged(one.value, value) if one.arg is None else {one.arg: value}
         return found
 
     def _call(self, node: ast.Call) -> Any:
@@ -336,6 +342,12 @@ def _data(value: Any, prefix: str) -> dict[str, Any]:
         return {f"{prefix}_name": value}
     names = {"path": "name", "name": "config", "split": "split", "data_files": "files", "changed": "changed"}
     return {f"{prefix}_{names.get(name, name)}": one for name, one in value.options.items()}
+
+
+def _merged(node: ast.expr, value: Any) -> dict[str, Any]:
+    """Entries of a `**`; if only running tells them, one hole under its text."""
+    text = ast.unparse(node)[:200]
+    return value if isinstance(value, dict) else {f"**{text}": hole(text)}
 
 
 def _read(target: ast.expr) -> ast.expr:
