@@ -234,7 +234,7 @@ class Words:
             new = between(slash.end(), end) if slash else ""
             if _PATTERN.search(pattern):
                 return hole(node.text.decode().strip())
-            return self._replaced(value, _ESCAPED.sub(lambda found: found[1], pattern), new, sign)
+            return _replaced(value, _ESCAPED.sub(lambda found: found[1], pattern), new, sign)
         operand = between(start, end)
         if sign in _DEFAULTS:
             return self._default(node, sign, value, operand)
@@ -244,9 +244,9 @@ class Words:
             first = 1 if node.text.startswith((b"${@", b"${*")) else 0  # $0 is the script's name
             return _sliced(value, operand, first)
         if isinstance(value, list):
-            changed = [self._changed(sign, one, operand) for one in value]
+            changed = [_changed(sign, one, operand) for one in value]
             return None if None in changed else [one for one in changed if one is not None]
-        return self._changed(sign, value, operand)
+        return _changed(sign, value, operand)
 
     def _default(self, node: Any, sign: str, value: Value | None, operand: str) -> Value | None:
         name = node.children[1].text.decode()
@@ -260,36 +260,6 @@ class Words:
             variable = next(child for child in node.children if child.type == "variable_name")
             self.scope.put(variable.text.decode(), operand)
         return None if "?" in sign else operand
-
-    @staticmethod
-    def _replaced(value: Value | None, pattern: str, new: str, sign: str) -> Value | None:
-        """Each text of a value with the first part, or all, that equals a pattern replaced."""
-        if isinstance(value, list):
-            return [str(Words._replaced(one, pattern, new, sign)) for one in value]
-        if value is None or holes(value):
-            return None if value is None else hole(f"{value}, with {pattern} replaced")
-        return value.replace(pattern, new, -1 if sign == "//" else 1) if pattern else value
-
-    @staticmethod
-    def _changed(sign: str, value: str, operand: str) -> str | None:
-        """A value after trimming, replacement, case or substring; None if the operator is not known."""
-        if holes(value):
-            return hole(f"{value}, changed by {sign}{operand}")
-        if sign in _TRIMS:
-            return _trimmed(value, operand, from_end=sign[0] == "%", longest=len(sign) == 2)
-        if sign in _CASES and not operand:
-            return _CASES[sign](value)
-        if sign in ("/#", "/%") and not _PATTERN.search(operand):
-            old, _, new = operand.partition("/")
-            if sign == "/#":
-                return new + value.removeprefix(old) if value.startswith(old) else value
-            return value.removesuffix(old) + new if value.endswith(old) else value
-        if sign == ":":
-            start, _, length = operand.replace(" ", "").partition(":")
-            if start.lstrip("-").isdigit() and (not length or length.isdigit()):
-                tail = value[int(start) :]
-                return tail[: int(length)] if length else tail
-        return None
 
     def _arithmetic(self, node: Any) -> str:
         try:
@@ -339,6 +309,36 @@ class Words:
             return False
         sign, value = children[2].type, self._looked_up(children[1])
         return bool(sign in (":-", "-") and (value is None or (value == "" and sign == ":-")))
+
+
+def _replaced(value: Value | None, pattern: str, new: str, sign: str) -> Value | None:
+    """Each text of a value with the first part, or all, that equals a pattern replaced."""
+    if isinstance(value, list):
+        return [str(_replaced(one, pattern, new, sign)) for one in value]
+    if value is None or holes(value):
+        return None if value is None else hole(f"{value}, with {pattern} replaced")
+    return value.replace(pattern, new, -1 if sign == "//" else 1) if pattern else value
+
+
+def _changed(sign: str, value: str, operand: str) -> str | None:
+    """A value after trimming, replacement, case or substring; None if the operator is not known."""
+    if holes(value):
+        return hole(f"{value}, changed by {sign}{operand}")
+    if sign in _TRIMS:
+        return _trimmed(value, operand, from_end=sign[0] == "%", longest=len(sign) == 2)
+    if sign in _CASES and not operand:
+        return _CASES[sign](value)
+    if sign in ("/#", "/%") and not _PATTERN.search(operand):
+        old, _, new = operand.partition("/")
+        if sign == "/#":
+            return new + value.removeprefix(old) if value.startswith(old) else value
+        return value.removesuffix(old) + new if value.endswith(old) else value
+    if sign == ":":
+        start, _, length = operand.replace(" ", "").partition(":")
+        if start.lstrip("-").isdigit() and (not length or length.isdigit()):
+            tail = value[int(start) :]
+            return tail[: int(length)] if length else tail
+    return None
 
 
 def _literally(text: str) -> str:
