@@ -22,11 +22,13 @@ from rich.table import Table
 
 from hone.cli.calibration import calibrate
 from hone.cli.comparison import COSTS, compare
-from hone.cli.errors import EXIT_FAILED
+from hone.cli.errors import EXIT_FAILED, say
 from hone.cli.grouping import grouped
 from hone.cli.prediction import show_held
 from hone.cli.recipe import KINDS, load_recipe
 from hone.config import ConfigError, Loaded, forget_reads
+from hone.models.errors import ModelError
+from hone.models.source import is_converted
 from hone.planner.costs import fitted
 from hone.planner.devices import GIB, Machine, known_devices, parse_devices, this_machine
 from hone.planner.lengths import Lengths as LengthsOfAnswers
@@ -39,7 +41,7 @@ from hone.trainers.forecast.batch import Row, arithmetic
 from hone.trainers.forecast.changes import Change, fastest, ways_to_fit
 from hone.trainers.forecast.forecast import Forecast, Given, Rates, forecast, why_it_cannot_fit
 from hone.trainers.forecast.setup import placement_of
-from hone.trainers.forecast.sizes import Sizes, sizes_of
+from hone.trainers.forecast.sizes import Sizes, models_of, sizes_of
 from hone.trainers.policy.settings import PolicyRunConfig
 
 PLAIN_WIDTH = 120  # of a table that goes into a file
@@ -113,7 +115,7 @@ def plan(
             "does not predict; to plan the same run on devices of yours, add runtime.backend=local"
         )
     with TemporaryDirectory(prefix="hone-plan-") as folder:
-        sizes = sizes_of(config, Path(folder))
+        sizes = _sizes(config, Path(folder), needs_rows=hardware.calibrate)
         if hardware.calibrate:
             _calibrate(config, sizes)
     machine = hardware.machine(config.actor.compute_dtype)
@@ -131,6 +133,23 @@ def plan(
         _print(found, rows, ways, best if search else None, machine)
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _sizes(config: Any, folder: Path, needs_rows: bool) -> Sizes:
+    """Sizes of the run's models and rows; a line on stderr says so where the rows cannot be counted here."""
+    try:
+        sizes = sizes_of(config, folder, needs_rows=needs_rows)
+    except ModelError as error:
+        named = [str(one.path) for one in models_of(config).values() if one.path and not is_converted(one.path)]
+        if all(Path(one).expanduser().exists() for one in named):
+            raise
+        raise ModelError(f"{error}; for a plan, a folder that holds the model's config.json is enough") from error
+    if not sizes.lengths.rows:
+        say(
+            f"the rows are unknown ({sizes.lengths.source}): each counts as long as the run file allows, and passes "
+            "over the data are not counted"
+        )
+    return sizes
 
 
 def _calibrate(config: Any, sizes: Sizes) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.planner.devices import known_devices
+from tests.families.types import save_tiny
 from tests.trainers.tiny import BASE, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,3 +132,31 @@ def test_a_machine_is_calibrated_also_for_few_tokens_and_positions(actor, positi
     (facts,) = known_devices()["cpu"].calibrated.values()
     assert min(sum(facts[part]) for part in ("forward", "training", "decode", "prefill", "sync")) > 0
     assert "attention" in facts
+
+
+def test_a_plan_needs_neither_rows_nor_weights_nor_a_tokenizer(capsys, tmp_path):
+    """A cluster's plan is made elsewhere: shapes are in config.json, and lengths are what the run file allows."""
+    folder = save_tiny("qwen2", tmp_path / "model")
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    gone = ["kind: sft", f"model: {{path: {folder}}}", f"data: {{train: {{path: {tmp_path}/rows.jsonl}}}}"]
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("\n".join([*gone, f"run: {{dir: {tmp_path}/run, steps: 3}}", "samples_per_step: 8"]))
+    limit = "data.train.max_sample_tokens=12"
+    assert main(["plan", str(run_file), limit, "--devices", "8xH100", "--json"]) == 0
+    said = capsys.readouterr()
+    batch = {one["what"]: one["value"] for one in json.loads(said.out)["batch"]}
+    assert (batch["tokens of a sequence"], batch["tokens per step"]) == ("12", "96")
+    assert "passes over the data" not in batch
+    assert "the rows are unknown (data.train.max_sample_tokens: no file" in said.err
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert main(["plan", str(run_file), limit, "--devices", "8xH100"]) == 0
+    assert "no tokenizer_config.json in" in capsys.readouterr().err
+    for wrong, says in (
+        ([], "say how long they are: data.train.max_sample_tokens=N"),
+        ([limit, "run.epochs=2"], "add run.steps=N in place of run.epochs"),
+        ([limit, f"model.path={tmp_path}/none"], "a folder that holds the model's config.json is enough"),
+    ):
+        assert main(["plan", str(run_file), *wrong, "--devices", "8xH100"]) == 2
+        assert says in capsys.readouterr().err

@@ -56,8 +56,9 @@ def arithmetic(config: Any, sizes: Sizes, found: Forecast, provenance: Mapping[s
         )
     rows.append(Row("optimizer steps of the run", _shown(found.steps * each), "steps x optimizer steps per step"))
     per_step = config.update.prompts_per_step if rl else config.samples_per_step
-    passes = found.steps * per_step / max(lengths.rows, 1)
-    rows.append(Row("passes over the data", f"{passes:.3g}", f"steps x {per_step:,} / {lengths.rows:,} rows"))
+    if lengths.rows:
+        passes = found.steps * per_step / lengths.rows
+        rows.append(Row("passes over the data", f"{passes:.3g}", f"steps x {per_step:,} / {lengths.rows:,} rows"))
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 from hone.config import Config
 from hone.data.packing import SHORTEST_SHARED, shared_beginning
+from hone.data.preference_readers import PairMaker
+from hone.data.settings import RowsConfig
+from hone.data.sources.base import SUFFIXES, DataError, suffix_of
 from hone.data.stream import PromptMaker, TooLong, make_renderer
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source
@@ -22,6 +26,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.run_model import FOLDER, local_model
 from hone.trainers.supervised.assembly import maker_of
 
+TOKENIZER_FILE = "tokenizer_config.json"
 READ = 200  # rows whose length is measured
 POLICY = "actor"
 
@@ -35,7 +40,7 @@ class Lengths:
     response: float = 0.0
     response_max: int = 0  # of supervised data the whole sequence
     source: str = ""
-    rows: int = 0  # of the training data
+    rows: int = 0  # of the training data; 0: unknown
     sequences: int = 1  # of an item: two answers of a pair
 
     @property
@@ -52,12 +57,13 @@ class Sizes:
     lengths: Lengths
 
 
-def sizes_of(config: Config, folder: Path, convert: bool = True) -> Sizes:
+def sizes_of(config: Config, folder: Path, convert: bool = True, needs_rows: bool = True) -> Sizes:
     """Read the sizes of a run's models and of its first rows; models that have to be made are made in `folder`.
 
     Without `convert`, models are made only if that is quick: ModelError is raised for one that has to be dequantised
-    or converted whole. Raises ModelError for a model that hone would not load, DataError for rows that it would not
-    read.
+    or converted whole. Without `needs_rows`, rows or a tokenizer that are not there cost only what is counted with
+    them: lengths are then the limits of the run file, and the number of rows is 0. Raises ModelError for a model that
+    hone would not load, DataError for rows that it would not read.
     """
     known: dict[str, Anatomy] = {}
     found: dict[str, Anatomy] = {}
@@ -70,7 +76,8 @@ def sizes_of(config: Config, folder: Path, convert: bool = True) -> Sizes:
         key = f"{model.path}@{model.revision}"
         known[key] = known.get(key) or examine(model)
         found[name] = known[key]
-    return Sizes(found, measured_lengths(config, local[POLICY]))
+    lacks = "" if needs_rows else uncounted(config.data.train, local[POLICY])
+    return Sizes(found, allowed_lengths(config, lacks) if lacks else measured_lengths(config, local[POLICY]))
 
 
 def models_of(config: Any) -> dict[str, ModelConfig]:
@@ -105,6 +112,36 @@ def measured_lengths(config: Any, model: ModelConfig) -> Lengths:
     mean, most = _mean_and_most([_tokens(one) / pairs for one in items])
     alike, _ = _mean_and_most([_alike(one) for one in items] if pairs == 2 else [])
     return Lengths(alike, 0, mean - alike, round(most), f"mean of {len(items)} rows", len(maker.reader), pairs)
+
+
+def uncounted(rows: RowsConfig, model: ModelConfig) -> str:
+    """The file without which no row can be counted in tokens; empty if it is there, or only reading can tell."""
+    in_files = rows.source is None and suffix_of(rows.path) in SUFFIXES
+    if in_files and not (Path(rows.path).exists() or glob.glob(rows.path, recursive=True)):
+        return f"no file {rows.path}"
+    folder = Path(model.path or "").expanduser()
+    if model.path and not model.tokenizer and folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
+        return f"no {TOKENIZER_FILE} in {folder}"
+    return ""
+
+
+def allowed_lengths(config: Any, lacks: str) -> Lengths:
+    """The longest rows that the run file allows, for a plan where the rows cannot be counted (`lacks`).
+
+    Raises DataError if it sets no limit, or counts its steps from the rows.
+    """
+    rl = isinstance(config, PolicyRunConfig)
+    key = "max_prompt_tokens" if rl else "max_sample_tokens"
+    limit = getattr(config.data.train, key)
+    if limit is None:
+        raise DataError(f"data.train: {lacks}; to plan without the rows, say how long they are: data.train.{key}=N")
+    if config.run.steps is None:
+        raise DataError(f"data.train: {lacks}; to plan without the rows, add run.steps=N in place of run.epochs")
+    said = f"data.train.{key}: {lacks}"
+    if rl:
+        longest = config.rollout.sampling.max_response_tokens
+        return Lengths(limit, limit, longest, longest, said)
+    return Lengths(0.0, 0, limit, limit, said, sequences=2 if maker_of(config) is PairMaker else 1)
 
 
 def _alike(pair: Any) -> int:
