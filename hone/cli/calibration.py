@@ -193,7 +193,7 @@ def _train(
 def _generate(
     config: PolicyRunConfig, cut: ModelConfig, worker: TrainWorker, layers: int, timings: dict[str, Any]
 ) -> None:
-    """Answers of two lengths, few and many at a time; their difference is that of the decode steps.
+    """Time answers of two lengths, few and many at once: longer ones differ by their decode steps.
 
     Many are timed after a longer prompt, too: what a decode step takes more is for the columns of the KV cache. Prompts
     of these two timings are all the same, so that they are prefilled once: a decode step of the built-in engine reads

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,14 +25,16 @@ def serve_run_file(path: Path, overrides: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     listen = loaded.config.listen
     try:
-        resolve("hone.service.server:serve")(
-            loaded.config, typer.echo, lambda: require_all_read(loaded, ("limits", "training"))
-        )
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        listener = socket.create_server((listen.host, listen.port), family=family, backlog=1024)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            raise
-        found = f"listen.host={listen.host} listen.port={listen.port}: {os.strerror(error.errno)}"
-        raise ConfigError(f"{found}; choose another port, or 0 for any that is free") from error
+        raise ConfigError(
+            f"listen.host={listen.host} listen.port={listen.port}: {error.strerror or error}; set listen.port to "
+            "another port, or to 0 for any that is free, and listen.host to an address of this machine"
+        ) from error
+    resolve("hone.service.server:serve")(
+        loaded.config, listener, typer.echo, lambda: require_all_read(loaded, ("limits", "training"))
+    )
 
 
 def manage_keys(arguments: Sequence[str], models: int | None, tokens_per_minute: int | None, size: int | None) -> None:

@@ -4,8 +4,8 @@ Each part was timed with few layers and with more, on few tokens and on more, so
 
     seconds = (call + layer x layers) + (token + layer_token x layers) x tokens
 
-Of a decode step the tokens are its answers, and each reads the columns of its row of the KV cache besides: `attention`
-is the seconds of one row and column.
+The tokens of a decode step are its answers. Each answer also reads its row of the KV cache: `attention` is the seconds
+for one column of one row.
 """
 
 from __future__ import annotations

@@ -24,17 +24,18 @@ FIRST_TENANT = "first"  # whose key is made and shown when a folder has none
 Said = Callable[[str], None]
 
 
-def serve(config: ServeConfig, say: Said, check: Callable[[], None] = lambda: None) -> None:
-    """Serve until SIGINT or SIGTERM. `check` is called once everything is constructed, and may refuse settings.
+def serve(config: ServeConfig, listener: socket.socket, say: Said, check: Callable[[], None] = lambda: None) -> None:
+    """Serve on `listener`, and close it, until SIGINT or SIGTERM.
 
-    Raises ModelError, OSError, ConfigError or ValueError if it cannot start.
+    `check` is called once everything is constructed, and may refuse settings. Raises ModelError, OSError, ConfigError
+    or ValueError if it cannot start.
     """
-    asyncio.run(_serve(config, say, check))
+    with listener:
+        asyncio.run(_serve(config, listener, say, check))
 
 
-async def _serve(config: ServeConfig, say: Said, check: Callable[[], None]) -> None:
+async def _serve(config: ServeConfig, listener: socket.socket, say: Said, check: Callable[[], None]) -> None:
     listen = config.listen
-    listener = socket.create_server((listen.host, listen.port), backlog=1024)  # before the model: a taken port is told
     service = Service(config)
     try:
         await service.start()
@@ -43,10 +44,10 @@ async def _serve(config: ServeConfig, say: Said, check: Callable[[], None]) -> N
         if not service.registry.find(Key):
             say(f"key of the tenant {FIRST_TENANT!r}, shown once: {add_key(service.registry, FIRST_TENANT)}")
         scheme = "http" if listen.tls_key is None else "https"
-        say(f"serving {service.shared.base_name} at {scheme}://{listen.host}:{listener.getsockname()[1]}")
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        say(f"serving {service.shared.base_name} at {scheme}://{host}:{listener.getsockname()[1]}")
         await _listen(settings, service, listener)
     finally:
-        listener.close()
         await service.stop()
 
 

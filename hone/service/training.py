@@ -95,8 +95,8 @@ class Training:
         most = tenant.models or self._shared.config.limits.models
         if sum(one.row.tenant == tenant.name for one in self._models.values()) >= most:
             raise BadRequest(
-                f"{tenant.name} has {most} open models already, which is its limit; finish a session first (that of a "
-                f"client that is gone ends {self._shared.config.limits.session_s:g} s after its last heartbeat)"
+                f"{tenant.name} has {most} open models already, which is its limit; finish a session first (a session "
+                f"without a client ends {self._shared.config.limits.session_s:g} s after its last heartbeat)"
             )
         if whole and self._models and self._shared.config.training.whole_weights:
             raise BadRequest("a model with all weights in training takes this service alone, and others are open")

@@ -5,7 +5,7 @@
                       --exchange--> the speed of every rank, as a share of the others' median
 
 Ranks that share a layer (tensor, sequence and expert parallel) wait for each other inside it, and have equal speeds.
-Engines whose layers are not those of transformers are not timed.
+The layers of Megatron-Core and torchtitan are classes of their own, and are not timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SLICES_S = {"cpu": 0.004}
 FULL = 0.25
 """Forwards with fewer tokens, as a share of the rank's largest, are left out: fillers of a rank without work, ends."""
 ALIKE = 1.1
-"""How far a rank's cost of a token may be from the median: the costs assume full attention, which a model may lack."""
+"""Largest ratio of a rank's cost per token to the median cost, up to which the rank is compared.
+
+Costs assume full attention. A model without it would seem fast on ranks with long sequences.
+"""
 
 
 class Pace:
@@ -94,7 +97,7 @@ class Pace:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of the language model; not those of a vision tower, whose images are not in a rank's costs."""
+    """Find the layers of the language model. The costs do not count images, so a vision tower is left out."""
     body: Any = getattr(model, "body", None) or getattr(model, "base_model", model)
     text = getattr(body, "language_model", body)
     return [module for module in text.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -2,17 +2,30 @@
 
 import socket
 
+import pytest
+
 from hone.cli.main import main
 
 
-def test_a_taken_port_is_one_error(tmp_path, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        place = f"folder={tmp_path}"
-        assert main(["serve", "recipes/serve/tiny.yaml", place, f"listen.port={port}"]) == 2
-    error = capsys.readouterr().err
-    assert f"listen.port={port}: Address already in use; choose another port" in error
-    assert "Traceback" not in error
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_taken_port_is_one_error(host, tmp_path, capsys):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        taken = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    with taken:
+        address = [f"listen.host={host}", f"listen.port={taken.getsockname()[1]}"]
+        assert main(["serve", "recipes/serve/tiny.yaml", f"folder={tmp_path}", *address]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{' '.join(address)}: Address already in use" in error
+    assert "set listen.port to another port" in error
+
+
+def test_an_address_of_no_machine_is_one_error(tmp_path, capsys):
+    address = ["listen.host=192.0.2.1", "listen.behind_proxy=true"]
+    assert main(["serve", "recipes/serve/tiny.yaml", f"folder={tmp_path}", *address]) == 2
+    assert "listen.host=192.0.2.1" in capsys.readouterr().err
 
 
 def test_keys_are_listed_and_removed_only_where_a_service_has_some(tmp_path, capsys):

@@ -72,6 +72,11 @@ def run_folder(folder, metrics, failure="", settings=SETTINGS):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _without_the_disk_of_this_machine(monkeypatch):
+    monkeypatch.setattr("hone.diagnosis.machine.FULL_DISK", 0.0)  # test_provoked.py fills one
+
+
 def titles(folder):
     return {found.title: found for found in findings(read_evidence(folder))}
 
@@ -95,7 +100,7 @@ def test_metrics_that_cannot_be_read_are_judged_by_no_rule(content, says, tmp_pa
     assert says in said
 
 
-def test_what_could_not_be_read_is_said_beside_what_was_judged(tmp_path, capsys):
+def test_findings_are_printed_with_the_number_of_lines_that_were_unreadable(tmp_path, capsys):
     folder = run_folder(tmp_path, HEALTHY)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
@@ -233,7 +238,7 @@ def test_a_task_that_is_learnt_is_no_collapse(tmp_path):
 
 
 NO_FAULTS = {
-    "a penalty of the algorithm beside one reward": (
+    "one reward and a penalty of the algorithm": (
         {"rollout/reward_spread/right": flat(0.4), "rollout/reward_spread/overlong_penalty": flat(0.01)},
         {},
     ),

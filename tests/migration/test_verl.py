@@ -352,7 +352,7 @@ def test_the_processes_of_torchrun_are_the_devices(launcher, devices, nodes):
     assert any(one.startswith("--nproc_per_node is $N") for one in migration.undecided())
 
 
-def test_a_reward_model_beside_an_own_function_is_to_be_decided():
+def test_a_reward_model_with_an_own_function_is_to_be_decided():
     script = (
         "python3 -m verl.trainer.main_ppo data.train_files=/d/a.parquet actor_rollout_ref.model.path=m "
         "reward.custom_reward_function.path=r.py reward.reward_model.model_path=judge reward.reward_model.enable="

@@ -63,7 +63,7 @@ def test_a_users_file_adds_and_replaces(tmp_path):
     ],
 )
 def test_wrong_facts_are_refused(text, says, tmp_path, monkeypatch):
-    """In a file that the user names, and in the user's own."""
+    """Both files are tried: the one that is named on the command line, and the user's own."""
     file = tmp_path / "mine.yaml"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=says):
@@ -151,7 +151,10 @@ def test_parts_of_a_pipeline_idle_less_and_hand_over_more():
 
 
 def test_copies_add_up_their_gradients_after_each_microbatch():
-    """Of 4000 bytes, and of each half: 2 x 3/4 of it in a ring of four; over the network if a machine has two ranks."""
+    """In a ring of four, each rank sends 2 x 3/4 of the 4,000 bytes: over the network if a machine has two ranks.
+
+    A gradient that is cut over two ranks is added up in halves of 2,000 bytes.
+    """
     device = parse_devices("A100", 1, known_devices()).device
     load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=5.0, rows=10.0, node_devices=4)
 

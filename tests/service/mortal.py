@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 
 import hone.rollout.builtin.engine
@@ -80,7 +81,7 @@ def main():
             if at[1]:
                 Kill(config.root, *at)
             say(f"process {os.getpid()}")
-            serve(config, say)
+            serve(config, socket.create_server((config.listen.host, config.listen.port)), say)
             os._exit(0)
         os.waitpid(child, 0)
         say("ended")

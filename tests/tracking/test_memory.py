@@ -15,7 +15,7 @@ def peaks(folder):
 
 
 def test_pages_of_a_file_count_also_when_they_were_written(tmp_path):
-    """As weights do that were read from a file and are trained; a phase after the last step counts, too."""
+    """Weights are read from a file, and then training writes them. A phase after the last step counts, too."""
     file, size = tmp_path / "weights", 96 * MIB
     with file.open("wb") as empty:
         empty.truncate(size)

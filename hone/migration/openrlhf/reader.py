@@ -415,7 +415,7 @@ def _training(migration: Migration, kind: str) -> None:
 
 
 def _places(migration: Migration) -> None:
-    """Set how many devices the actor has, and those of servers that do not share them."""
+    """Set the number of devices of the actor, and of rollout servers that have devices of their own."""
     here = migration.count("actor.num_gpus_per_node", default=8)
     nodes = migration.count("actor.num_nodes", default=1)
     shares = migration.truth("train.colocate_all") and not migration.truth("train.async_enable")

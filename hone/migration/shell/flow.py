@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,20 +28,20 @@ class Jump(Exception):
         self.levels = int(argument) if argument.isdigit() else 1
 
 
-class Flow(Noted):
+class Flow(Noted, ABC):
     """A reader that knows which statements are run, and how often."""
 
     def __init__(self, scope: Scope, source: bytes, parse: Callable[[bytes], Any]) -> None:
         super().__init__(scope, source)
         self.words = Words(scope, source, parse)
 
+    @abstractmethod
     def block(self, nodes: Sequence[Any]) -> bool | None:
         """Read statements in order; returns whether the last one succeeded, or None if that cannot be told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def statement(self, node: Any) -> bool | None:
         """Read one statement; returns whether it succeeds, or None if that cannot be told."""
-        raise NotImplementedError
 
     def _list(self, node: Any) -> bool | None:
         left, right = (child for child in node.children if child.is_named)

@@ -26,11 +26,11 @@ class Commands:
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
-    """Those of the notes that can change what a command is given: a person has to decide them."""
+    """Notes that a person has to decide, because they can change the arguments of a command."""
 
     @property
     def other_notes(self) -> list[str]:
-        """The notes that are no choices."""
+        """Notes that are no choices."""
         return [note for note in self.notes if not any(choice.startswith(note) for choice in self.choices)]
 
 

@@ -55,7 +55,7 @@ class _Script(Flow):
         super().__init__(scope, source, parse)
         self.functions: dict[str, tuple[_Script, Any]] = {}
         self.locals: list[dict[str, Value | None]] = []
-        """For each function that is being called: its local variables, with the values outside of it."""
+        """Local variables of each function that is being called, with the values that they have outside."""
         self.statements = 0
         self.depth = 0
 

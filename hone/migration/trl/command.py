@@ -52,7 +52,7 @@ def options_of_shell(
 
 
 def _with_file(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Options of a command, and of its `--config` file, which is looked for here and then beside the script."""
+    """Options of a command and of its `--config` file, which lies in the current folder or in the script's."""
     name = str(options.get("config", ""))
     file = next((one for one in (Path(name), folder / name) if one.is_file()), None)
     if file is None:
