@@ -22,7 +22,7 @@ SLOW_REPLICA = 0.5
 WAITS, IDLE = 0.5, 0.4
 """Shares of the time: a trainer that waits for more has a slow partner, a server that works for less idles."""
 SLOW_RANK = 0.7
-"""The same of a rank: all ranks wait for it in every layer."""
+"""Speed of a rank, as a share of the other ranks' median, below which it is slow: all ranks wait for it."""
 TRAINED = {"train": "trained model", "process_reward": "process reward model"}
 
 

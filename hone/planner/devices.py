@@ -107,7 +107,7 @@ def user_file() -> Path:
 
 
 def write_user_file(device: Device) -> Path:
-    """Put the facts of a device into the user's file, in place of what it has about it; returns the file.
+    """Write the facts of a device into the user's file, over the earlier facts of this device; returns the file.
 
     Raises ConfigError, and leaves the file as it is, if it holds something else than facts.
     """

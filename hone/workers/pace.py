@@ -28,7 +28,7 @@ from hone.types import Batch, Metric, Metrics
 SLICES_S = {"cpu": 0.004}
 """Device -> the shortest forward that is compared: a shorter one takes as long as the slices of other processes."""
 FULL = 0.25
-"""Forwards with fewer tokens, as a share of the rank's largest, are left out: fillers of a rank without work, ends."""
+"""Share of the rank's largest forward: forwards with fewer tokens, such as fillers and the last ones, are left out."""
 ALIKE = 1.1
 """Largest ratio of a rank's cost per token to the median cost, up to which the rank is compared.
 

@@ -139,7 +139,7 @@ def test_what_ranks_of_a_copy_exchange_by_hand(layout, numbers, link):
 
 
 def test_parts_of_a_pipeline_idle_less_and_hand_over_more():
-    """Two stages with a part each, or two: 1 or 3 times 10 numbers from part to part, forth and back."""
+    """Two stages of one part send 10 numbers once in each direction, two stages of two parts three times."""
     device = parse_devices("A100", 1, known_devices()).device
     load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=1.0, rows=10.0)
     alone, plain, virtual = (

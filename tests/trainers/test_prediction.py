@@ -199,7 +199,7 @@ def test_what_the_answers_of_a_pair_begin_with_is_computed_once(tmp_path):
 
 
 def test_a_calibrated_step_reads_the_columns_of_its_answers_and_prefills_together_what_begins_together(tmp_path):
-    """One second a row and column, and 100 a prefill; with seats for one group, each prompt is computed by itself."""
+    """A row and column takes one second, a prefill 100. With seats for one group, each prompt is computed alone."""
     none = [0.0] * 4
     timed = {"forward": none, "training": none, "optimizer": none, "decode": none}
     timed |= {"attention": [1.0, 0.0, 0.0, 0.0], "prefill": [100.0, 0.0, 0.0, 0.0]}

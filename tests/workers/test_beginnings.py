@@ -50,7 +50,7 @@ def opened(dtype):
 
 
 def trained(model, works):
-    """The gradients of some works."""
+    """Gradients of several commands."""
     model.clear_gradients()
     for one in works:
         model.forward_backward(one.batch, one.loss)

@@ -212,7 +212,7 @@ class _Script(Flow):
         return True
 
     def _apart(self, nodes: Sequence[Any]) -> bool | None:
-        """Read statements of another process: what they set, and where they end, is theirs."""
+        """Read statements of a subshell. Variables that it sets stay in it, and its `exit` ends only it."""
         variables, arguments = dict(self.scope.variables), list(self.scope.arguments)
         functions = dict(self.functions)
         try:

@@ -93,7 +93,7 @@ class Words:
         )
 
     def _word(self, text: str) -> list[str]:
-        """Words of a word that braces made, which is a text of its own."""
+        """Return the words of one text that brace expansion made of a word."""
         source = f": {text}".encode()
         nodes = self.parse(source).root_node.children
         parts = nodes[0].children[1:] if len(nodes) == 1 and nodes[0].type == "command" else []

@@ -115,7 +115,7 @@ def measured_lengths(config: Any, model: ModelConfig) -> Lengths:
 
 
 def uncounted(rows: RowsConfig, model: ModelConfig) -> str:
-    """The file without which no row can be counted in tokens; empty if it is there, or only reading can tell."""
+    """Return the file that is missing to count the tokens of rows; empty if none is known to be missing."""
     in_files = rows.source is None and suffix_of(rows.path) in SUFFIXES
     if in_files and not (Path(rows.path).exists() or glob.glob(rows.path, recursive=True)):
         return f"no file {rows.path}"

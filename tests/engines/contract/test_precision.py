@@ -188,7 +188,7 @@ def median(errors):
 
 
 def worse_each(errors):
-    """The bound for a kind of weight. Of n random errors, the logarithm of a ratio of lengths spreads by 1/sqrt(n).
+    """Largest error of a kind of weight, in errors of fsdp2. The ratio's logarithm spreads by 1/sqrt(n) for n numbers.
 
     gpt_oss has only 16 sinks here; n is the number of those that make up the length, which are one layer's.
     """
