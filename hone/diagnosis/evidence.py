@@ -65,7 +65,7 @@ class Evidence:
 
     @property
     def is_solved(self) -> bool:
-        """Return whether nearly all recent answers were right: of a high reward, and of the highest.
+        """Return whether nearly all recent answers were right: rewards are high, and near the highest.
 
         Below a highest reward of 1 it is False: full rewards of such a task look like rewards for a part of one.
         """

@@ -5,7 +5,7 @@
                       --exchange--> the speed of every rank, as a share of the others' median
 
 Ranks that share a layer (tensor, sequence and expert parallel) wait for each other inside it, and have equal speeds.
-The layers of Megatron-Core and torchtitan are classes of their own, and are not timed.
+Only layers of transformers are timed; an engine with layers of its own has no speeds.
 """
 
 from __future__ import annotations
